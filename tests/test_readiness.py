@@ -23,6 +23,7 @@ class World:
     held_by_server: str | None = None
     unread_shards: int = 0
     trouble: str | None = None
+    version: str | None = None
     timers: str = ""
     listening: bool = True
     overdue: tuple[str, float, float | None] | None = None
@@ -42,6 +43,7 @@ class World:
             coordinator=SimpleNamespace(status=lambda: status),
             source=SimpleNamespace(waits_for=None if self.listening else "no address is listened on"),
             runtime=SimpleNamespace(trouble=self.trouble),
+            swap=SimpleNamespace(trouble=self.version),
             firing=SimpleNamespace(trouble=self.timers) if self.timers else None,
             engine=SimpleNamespace(is_ready=self.spark, trouble=self.spark_trouble),
             runner=SimpleNamespace(overdue=lambda: self.overdue),
@@ -151,6 +153,16 @@ def test_a_window_that_is_worked_on_for_too_long_is_named() -> None:
     assert told(world.look()) == (
         "window w-1 has been worked on for 2 minutes, and such windows take 3 s: see its latest window.slow or window.failed"
     )
+
+
+def test_a_deployed_version_that_does_not_run_here_is_told_until_it_does() -> None:
+    world = World()
+    world.look()
+    world.version = "the deployed version 5f0c does not run here"
+    assert told(world.look()) == world.version
+    assert not world.readiness.green.is_set()
+    world.version = None
+    assert told(world.look()) == "ready"
 
 
 def test_timers_that_cannot_be_fired_are_told_until_they_can() -> None:

@@ -283,8 +283,8 @@ def write(
     """Write the result of ``jobs`` into ``staging``; return what that job has read (``JobCounts``), and how many rows it wrote.
 
     Adds the columns that ``hook`` names, of the window's start and end except those that the result has already. An
-    existing directory is an error: it belongs to another attempt. ``tag``: the column that holds ``w`` and the number of the row's window, where
-    there are several: each gets a folder there.
+    existing directory is an error: it belongs to another attempt. ``tag``: the column that holds ``w`` and the number of the
+    row's window, where there are several: each gets a folder there.
     """
     frame = result.coalesce(partitions(sum(job.bytes for job in jobs), cores, WRITTEN_BYTES))
     count = Count(frame) if _on_connect(frame) else None

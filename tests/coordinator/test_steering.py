@@ -15,36 +15,24 @@ from coordinator.pipeline import Pipeline, fail
 from mldserver.admin.acts import carry_out
 from mldserver.coordinator.shards import IntakeSession
 from mldserver.errors import LedgerError
-from mldserver.functions.lifecycle import Command, Shown, decide
-from mldserver.ledger.contract import Wanted
+from mldserver.function import Function
 from mldserver.records import Sequence
 from mldserver.testing import VirtualClock
 
 pytestmark = pytest.mark.quick
 
 
-class SteeredFunction:
-    """A function that runs, or one that starts or stops."""
+class SteeredFunction(Function):
+    """A function whose pipeline a test has made; it starts or stops if there is none."""
 
     def __init__(self, pipeline: Pipeline | None) -> None:
-        self.pipeline = pipeline
-
-    @property
-    def parts(self) -> Any:
-        return self.pipeline and SimpleNamespace(coordinator=self.pipeline.coordinator, runtime=None)
-
-    async def command(self, command: Command, *, keep: bool = False) -> bool:
-        """Change what is wanted in the ledger, and follow it."""
-        assert self.pipeline is not None
-        coordinator = self.pipeline.coordinator
-        life = coordinator.ledger_view.state.life
-        state = Shown.PAUSED if life.wanted is Wanted.PAUSED else Shown.DEPLOYED
-        after = decide(command, life, state, name="departures", keep=keep)
-        if after is None:
-            return False
-        assert await self.pipeline.ledger.change_life(life, after)
-        await coordinator.flush("operator")
-        return True
+        self.name = "departures"
+        self._around: Any = SimpleNamespace(clock=pipeline and pipeline.clock)
+        begun = pipeline and SimpleNamespace(
+            coordinator=pipeline.coordinator, ledger=pipeline.ledger, runtime=None
+        )
+        self.pipeline: Any = SimpleNamespace(begun=begun)
+        self._ended = None
 
 
 def carry_out_on(pipeline: Pipeline, act: str, argument: str = "") -> Coroutine[None, None, tuple[bool, str]]:

@@ -91,7 +91,7 @@ def test_outputs_have_no_checksum_files_and_hadoops_disk_buffers_the_file_system
     session: DriverSession, tmp_path: Path
 ) -> None:
     job = WindowJob(Window("w", None, None), 1, (), str(tmp_path / "out"), 3, 100)
-    assert write(session.spark.range(3).toDF("id"), job.staging, [job], None, 2)[1] == 3
+    assert write(session.spark.range(3).toDF("id"), job.staging, [job], WindowHook(None), 2)[1] == 3
     assert [file.suffix for file in Path(job.staging).iterdir()] == [".parquet"]
     context: Any = session.spark.sparkContext
     conf = context._jvm.org.apache.hadoop.conf.Configuration(context._jsc.hadoopConfiguration())
