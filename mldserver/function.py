@@ -47,7 +47,7 @@ from mldserver.functions.lifecycle import Command, Shown, decide, shown
 from mldserver.ledger.contract import FunctionLife, LedgerState, Wanted, WindowState
 from mldserver.ledger.operations import Ledger
 from mldserver.pipeline import Pipeline
-from mldserver.status_document import FunctionStatus
+from mldserver.status_document import FunctionStatus, VersionRow
 
 log = structlog.get_logger("mldserver")
 
@@ -199,12 +199,13 @@ class Function:
                 return _End(EXIT_CLEAN)
             begun, forced = self._on_begun, self._report_forced
             self.pipeline = Pipeline(settings, around, begun=begun, forced=forced, undeploys=only_drains)
+        self.pipeline.code_path = self._life.deployed.path
         self._ran, self._only_drains = True, only_drains
         durable = await self.pipeline.run()
         code = EXIT_CLEAN if durable or only_drains else EXIT_FORCED
         if self.pipeline.undeploys:
             return _End(code)
-        reason = "the pipeline was drained: restart the server to serve it again"
+        reason = "the pipeline was drained: deploy it, or restart the server, to serve it again"
         return _End(code, reason, wait=None, rest=Shown.UNDEPLOYED, ends_server=True)
 
     def _report_forced(self) -> None:
@@ -258,21 +259,23 @@ class Function:
         ``keep``: see ``decide``. Raises OperatorError if the state does not allow the command, or another command was faster;
         LedgerError.
         """
-        async with self._ledger() as ledger:
-            life = (await _state_of(ledger)).life
-        after = decide(command, life, self._shown_for(life), name=self.name, keep=keep)
-        if after is None:
-            return False
-        if not await self.change_life(life, after):
-            raise OperatorError(
-                f"Another command for the function {self.name} came at the same time.",
-                did="This one changed nothing.",
-                advice="Look at the function's state (`mldserver status`), and repeat the command if it is still wanted.",
-            )
-        return True
+        before, after = await self.plan(command, keep=keep)
+        if after is not None:
+            await self.change_life(before, after)
+        return after is not None
 
-    async def change_life(self, before: FunctionLife, after: FunctionLife) -> bool:
-        """Change what is wanted, and follow it. False, without a change: it is not ``before`` any more. Raises LedgerError."""
+    async def plan(self, command: Command, *, keep: bool = False) -> tuple[FunctionLife, FunctionLife | None]:
+        """Return what is wanted now, and what the command changes that to; None: nothing changes. Raises as ``command``."""
+        life = (await self.read_state()).life
+        return life, decide(command, life, self._shown_for(life), name=self.name, keep=keep)
+
+    async def read_state(self) -> LedgerState:
+        """Return what the function's ledger holds; nothing, if it was never made. Raises LedgerError."""
+        async with self._ledger() as ledger:
+            return await _state_of(ledger)
+
+    async def change_life(self, before: FunctionLife, after: FunctionLife) -> None:
+        """Change what is wanted, and follow it. Raises OperatorError if it is not ``before`` any more; LedgerError."""
         async with self._ledger() as ledger:
             try:
                 await ledger.peek()
@@ -280,10 +283,14 @@ class Function:
                 await ledger.open()
                 await ledger.leave()
             if not await ledger.change_life(before, after):
-                return False
+                raise OperatorError(
+                    f"Another command for the function {self.name} came at the same time.",
+                    did="This one changed nothing.",
+                    advice="Look at the function's state (`mldserver functions list`), and repeat the command if it is still "
+                    "wanted.",
+                )
         kill_point("function.wanted")
         await self.look()
-        return True
 
     async def look(self) -> None:
         """Follow at once what the ledger says is wanted."""
@@ -323,11 +330,24 @@ class Function:
             stage=self.pipeline.stage,
             failure=failure or self._reason,
             lifecycle=self.shown,
+            versions=_version_rows(self.life),
         )
 
     @property
     def _reason(self) -> str:
         return "" if self._ended is None else self._ended.reason
+
+
+def _version_rows(life: FunctionLife) -> tuple[VersionRow, ...]:
+    """Return the versions that the ledger names; none while the code has always been that on the Python path."""
+    versions = {"deployed": life.deployed}
+    if life.other is not None:
+        versions["previous" if life.other_is_previous else "staged"] = life.other
+    rows = [
+        VersionRow(id=version.id or "Python path", role=role, staged_ms=version.staged_ms or None)
+        for role, version in versions.items()
+    ]
+    return tuple(rows) if any(version.path for version in versions.values()) else ()
 
 
 async def _state_of(ledger: Ledger) -> LedgerState:

@@ -58,20 +58,20 @@ class Pipeline:
         *,
         begun: Callable[[Settings], Awaitable[None]] | None = None,
         forced: Callable[[], None] | None = None,
-        code_path: str = "",
         undeploys: bool = False,
     ) -> None:
         """Prepare a run; nothing is started.
 
-        ``begun`` is called once the output folder belongs to this server, and ``forced`` if the stop is forced. ``code_path``
-        names the handler's code (``assemble``). ``undeploys``: the drain is that of an undeploy,
-        which asked all servers to drain.
+        ``begun`` is called once the output folder belongs to this server, and ``forced`` if the stop is forced. ``undeploys``: the
+        drain is that of an undeploy, which asked all servers to drain.
         """
         self.settings = settings
         self._around = around
         self._clock = around.clock
         self._drain = around.drain
-        self._on_begun, self._on_forced, self._code_path = begun, forced, code_path
+        self._on_begun, self._on_forced = begun, forced
+        self.code_path = ""
+        """The archive of the handler's code (``assemble``); set it before ``run``."""
         self.parts: Parts | None = None
         """The parts, once they are built."""
         self.begun: Parts | None = None
@@ -115,7 +115,7 @@ class Pipeline:
             self._begin("AWS credentials")
             await require_aws(self.settings.stream, region=self.settings.region)
         parts = self.parts = await assemble(
-            self.settings, self._around, step=self._begin, code_path=self._code_path
+            self.settings, self._around, step=self._begin, code_path=self.code_path
         )
         await parts.runtime.start()
         self._begin("ledger and recovery")

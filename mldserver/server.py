@@ -30,8 +30,9 @@ from mldserver.config.settings import Settings
 from mldserver.coordinator.progress import CoordinatorStatus
 from mldserver.errors import EXIT_CLEAN, EXIT_FAULT, EXIT_FORCED, EXIT_OPERATOR, OperatorError, leaves
 from mldserver.function import Function
+from mldserver.function_commands import PREFIX, FunctionCommands, ReadSettings
 from mldserver.jobs.engine import Engine
-from mldserver.observe.logging import reopen
+from mldserver.observe.logging import hide_more, reopen
 from mldserver.sources.listing import MakeKinesis
 from mldserver.sources.source import MakeSource
 from mldserver.status_document import Status
@@ -59,6 +60,7 @@ class Server:
         endpoint: AdminEndpoint | None = None,
         service: Service | None = None,
         tally: EventTally | None = None,
+        read_settings: ReadSettings | None = None,
     ) -> None:
         """Create a server; ``run`` starts it. ``settings``: of each function; they agree on all that belongs to the server.
 
@@ -69,7 +71,7 @@ class Server:
         settings, because one of those servers has that name.
 
         ``endpoint`` shows the server's status and accepts steering commands. ``service`` reports to systemd. ``tally``
-        counts logged events.
+        counts logged events. ``read_settings`` serves packages (``FunctionCommands``).
         """
         every = [settings] if isinstance(settings, Settings) else list(settings)
         every = [replace(each, server_id=None) for each in every] if drain else every
@@ -87,11 +89,18 @@ class Server:
             driver=self._driver,
         )
         begun = None if endpoint is None else endpoint.open_steering
-        alone = len(every) == 1
-        self.functions = {
-            each.pipeline: Function(each, around, alone=alone, begun=begun, forced=self._on_forced)
-            for each in every
-        }
+        make = partial(Function, around=around, begun=begun, forced=self._on_forced)
+        self.functions = {each.pipeline: make(each, alone=len(every) == 1) for each in every}
+        self._commands = FunctionCommands(
+            self.functions,
+            self._clock,
+            make=partial(make, alone=False),
+            start=self._add,
+            read_settings=read_settings,
+        )
+        self._lives: list[asyncio.Task[int]] = []
+        """Of all functions, while they run in ``_group``."""
+        self._group: asyncio.TaskGroup
         self._service = service or Service({}, clock=self._clock)
         self._stop = asyncio.Event()
         self.forced = asyncio.Event()
@@ -105,16 +114,6 @@ class Server:
     async def run(self) -> int:
         """Serve until stopped; return the exit code. Logs errors, and does not raise them."""
         began_ms = self._clock.steady_ms()
-        for function in self.functions.values():
-            log.info(
-                "server.starting",
-                version=__version__,
-                pid=os.getpid(),
-                handler=function.settings.handler,
-                out=str(function.settings.out),
-                settings=function.settings.given(),
-            )
-        self._raise_open_files()
         signals: dict[signal.Signals, Callable[[], None]] = {
             signal.SIGHUP: self._hang_up,
             signal.SIGUSR1: reopen,
@@ -127,6 +126,28 @@ class Server:
             code = EXIT_FORCED
         log.info("server.stopped", exit_code=code, seconds=(self._clock.steady_ms() - began_ms) / 1000)
         return code
+
+    def _begin(self, function: Function) -> None:
+        """Start a function's life."""
+        settings = function.settings
+        log.info(
+            "server.starting",
+            version=__version__,
+            pid=os.getpid(),
+            handler=settings.handler,
+            out=str(settings.out),
+            settings=settings.given(),
+        )
+        self._lives.append(self._group.create_task(function.run(), name=f"function {function.name}"))
+
+    def _add(self, function: Function) -> None:
+        """Add a function to the server while it runs."""
+        hide_more(function.settings.secrets())
+        for each in self.functions.values():
+            each.alone = False
+        self.functions[function.name] = function
+        self._raise_open_files()
+        self._begin(function)
 
     def _raise_open_files(self) -> None:
         """Raise this process's limit of open files to what its settings need; if the system allows less, log that limit."""
@@ -149,6 +170,7 @@ class Server:
     async def _live(self) -> int:
         """Run all functions until they have stopped, with the endpoint open; return the exit code."""
         code = EXIT_FAULT
+        self._raise_open_files()
         try:
             async with asyncio.TaskGroup() as always, contextlib.AsyncExitStack() as ends:
                 ends.callback(always.create_task(self._read_again()).cancel)
@@ -158,12 +180,10 @@ class Server:
                     )
                 if self._driver is not None:
                     ends.callback(always.create_task(self._driver.run(), name="spark").cancel)
-                async with asyncio.TaskGroup() as group:
-                    lives = [
-                        group.create_task(function.run(), name=f"function {name}")
-                        for name, function in self.functions.items()
-                    ]
-                code = max(life.result() for life in lives)
+                async with asyncio.TaskGroup() as self._group:
+                    for function in self.functions.values():
+                        self._begin(function)
+                code = max(life.result() for life in self._lives)
         except* OperatorError as group:  # the endpoint's own
             errors = list(leaves(group))
             code = EXIT_OPERATOR if any(error.lasting for error in errors) else EXIT_FAULT
@@ -267,6 +287,8 @@ class Server:
         """Carry out an act on a function, or the only one; return whether it is done, and a sentence for the caller."""
         if self._stop.is_set():
             return False, "The server is stopping and cannot be steered now."
+        if act.startswith(PREFIX):
+            return await self._commands.carry_out(act.removeprefix(PREFIX), argument, function)
         return await carry_out(self.functions, self._clock, act, argument, function)
 
     async def fire_timers(self) -> None:

@@ -315,6 +315,7 @@ class VersionRow(_Part, frozen=True, kw_only=True):
     """A version of a function's code that the ledger names."""
 
     id: str
+    """``Python path`` for the code there."""
     role: str
     """``deployed``, ``staged`` (``functions deploy`` would deploy it) or ``previous`` (``functions rollback`` would)."""
     staged_ms: int | None = None

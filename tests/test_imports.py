@@ -17,6 +17,7 @@ ABOVE_ALL = (
     "admin.acts",
     "pipeline",
     "function",
+    "function_commands",
     "server",
     "testing",
     "conformance",

@@ -44,6 +44,7 @@ mldserver kcl --stream NAME --app NAME --region eu-central-1
 mldserver status
 mldserver top
 mldserver pause
+mldserver functions list
 mldserver logs -f mldserver.log --level warning
 mldserver windows list --out out/departures
 mldserver drain handlers.departures --out out/departures
@@ -70,6 +71,7 @@ _COMMANDS: Final = {
     "log-level": "Set the lowest level that a running server logs.",
     "reload": "Load the handler's new code in a running server, without losing a connection.",
     "logs": "Show and follow a server's log.",
+    "functions": "Show a server's functions; stage, deploy, pause, undeploy, export and import them.",
     "windows": "Show windows; retry, set aside or skip windows that keep failing.",
     "ledger": "Show shards' positions and servers; reset a shard, or accept its gap.",
     "state": "Show the state that a handler keeps for its keys.",

@@ -7,7 +7,7 @@ import gc
 import inspect
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from keyword import iskeyword
 from pathlib import Path  # cyclopts reads the annotations
@@ -22,6 +22,7 @@ from mldserver.config.settings import Settings, specs
 from mldserver.errors import EXIT_FORCED
 
 if TYPE_CHECKING:
+    from mldserver.function_commands import ReadSettings
     from mldserver.server import Server
 
 _FORCED_SECONDS: Final = 5.0
@@ -113,10 +114,14 @@ def settings_parameters(
 
 def serve(*handler: Handlers, config: Config = None, **given: object) -> int:
     """Run the server and return its exit code. ``given`` are raw settings by name."""
-    functions = resolve_functions(
-        given, environ=os.environ, folder=working_directory(), config=config, handlers=handler
-    )
-    return run_server(*functions)
+    folder, environ = working_directory(), dict(os.environ)
+
+    def read_settings(more: Mapping[str, Mapping[str, object]]) -> tuple[Settings, ...]:
+        return resolve_functions(
+            given, environ=environ, folder=folder, config=config, handlers=handler, more=more
+        )
+
+    return run_server(*read_settings({}), read_settings=read_settings)
 
 
 def add_settings_options(app: App, command: Callable[..., int]) -> None:
@@ -148,10 +153,11 @@ def add_settings_options(app: App, command: Callable[..., int]) -> None:
 add_settings_options(app, serve)
 
 
-def run_server(*functions: Settings, drain: bool = False) -> int:
+def run_server(*functions: Settings, drain: bool = False, read_settings: ReadSettings | None = None) -> int:
     """Run a server until it stops; return its exit code. After a forced stop, end the process instead of returning.
 
-    ``functions``: the settings of each function. ``drain``: the server only drains the pipeline, then stops. Raises OperatorError if the log file cannot be opened.
+    ``functions``: the settings of each function. ``drain``: the server only drains the pipeline, then stops.
+    ``read_settings`` reads them again, with further functions. Raises OperatorError if the log file cannot be opened.
     """
     import faulthandler  # noqa: PLC0415  # `--help` and wrong settings must not wait for the server's imports
 
@@ -177,7 +183,14 @@ def run_server(*functions: Settings, drain: bool = False) -> int:
         clock = SystemClock()
         endpoint = AdminEndpoint(settings, clock) if has_endpoint else None
         service = Service(os.environ, clock=clock)
-        server = Server(functions, drain=drain, endpoint=endpoint, service=service, tally=tally)
+        server = Server(
+            functions,
+            drain=drain,
+            endpoint=endpoint,
+            service=service,
+            tally=tally,
+            read_settings=read_settings,
+        )
         code = uvloop.run(_run_or_exit(server, service, partial(_exit_now, settings, logs)))
     _print_exit_code(settings, code)
     return code

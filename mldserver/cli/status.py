@@ -203,7 +203,8 @@ def read_ledger_instead(
 
 
 _TABLES: Final = {
-    "functions": "function state ready shards lag_ms records rows version reason",
+    "functions": "function state ready shards lag_ms records rows version staged previous reason",
+    "versions": "id role staged_ms",
     "shards": "id state lag_ms durable_age_seconds checkpoint_age_seconds records rows worker position peer",
     "windows": "id state revision rows_in rows_out seconds cut_ms error",
     "workers": "number pid shards resident_bytes restarts running_seconds",
@@ -229,6 +230,7 @@ def text(status: Status, *, shards: bool = True) -> list[RenderableType]:
     older, newest = latest[:-_WINDOWS], latest[-_WINDOWS:]
     lists = {
         "shards": status.shards if shards else (),
+        "versions": status.versions,
         "windows": [*(window for window in older if window.state != "done"), *newest],
         "workers": status.workers,
         "largest stores of keyed state": () if state is None else state.stores[:_STORES],
@@ -240,16 +242,20 @@ def text(status: Status, *, shards: bool = True) -> list[RenderableType]:
         about = {name: fact for name, fact in about.items() if name not in _OF_ONE}
     shown: list[RenderableType] = [details(about)]
     if not status.pipeline:
-        functions = [_function_row(name, each) for name, each in status.functions.items()]
-        shown += ["", table(functions, _TABLES["functions"], title="functions")]
+        shown += ["", table(function_rows(status), _TABLES["functions"], title="functions")]
     for name, entries in lists.items():
         if entries:
             shown += ["", table(rows(entries), _TABLES[name], title=name)]
     return shown
 
 
+def function_rows(status: Status) -> list[dict[str, Any]]:
+    """Return a row about each function; ``--function`` shows all about one."""
+    return [_function_row(name, function) for name, function in status.by_name.items()]
+
+
 def _function_row(name: str, function: FunctionStatus) -> dict[str, Any]:
-    """Return a row about one of several functions; ``--function`` shows all about it."""
+    versions = {version.role: version.id for version in function.versions}
     return {
         "function": name,
         "state": function.lifecycle,
@@ -259,6 +265,8 @@ def _function_row(name: str, function: FunctionStatus) -> dict[str, Any]:
         "records": function.totals.records,
         "rows": function.totals.rows,
         "version": function.handler_version,
+        "staged": versions.get("staged"),
+        "previous": versions.get("previous"),
         "reason": next(iter(function.reasons), ""),
     }
 

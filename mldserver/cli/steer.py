@@ -7,6 +7,7 @@ from typing import Annotated, Final
 
 from cyclopts import App, Parameter
 
+from mldserver.admin.http_client import ActResult
 from mldserver.cli.render import AsJson, plain_text, print_result
 from mldserver.cli.status import SteeringOptions, fetch_status
 from mldserver.config.settings import Level
@@ -43,14 +44,19 @@ _LEVEL: Final = inspect.Parameter(
 
 def steer(at: SteeringOptions, act: str, argument: str, *, as_json: bool) -> int:
     """Send a request to a running server, print the result, and return the exit code. Raises OperatorError if it is refused."""
-    client, pipeline = at.steering_client(), at.expected_pipeline()
-    _, status = fetch_status(client, pipeline)  # raises for the server of another pipeline
-    function = pipeline if pipeline and len(status.functions) > 1 else ""
-    result = client.act(act, argument, seconds=_ACT_SECONDS, function=function)
+    result = ask(at, act, argument)
     if not (result.done or as_json):
         raise OperatorError(result.text)
     print_result(as_json, {"done": result.done, "text": result.text}, plain_text(result.text))
     return EXIT_CLEAN if result.done else EXIT_OPERATOR
+
+
+def ask(at: SteeringOptions, act: str, argument: str) -> ActResult:
+    """Send a request to a running server, and return the result. Raises NoAnswer and Refused."""
+    client, pipeline = at.steering_client(), at.expected_pipeline()
+    _, status = fetch_status(client, pipeline)  # raises for the server of another pipeline
+    function = pipeline if pipeline and len(status.functions) > 1 else ""
+    return client.act(act, argument, seconds=_ACT_SECONDS, function=function)
 
 
 def _steering_command(name: str, what: str, example: str, more: str = "", *takes: inspect.Parameter) -> App:

@@ -44,6 +44,18 @@ class Logger(structlog.make_filtering_bound_logger(0)):  # type: ignore[misc]  #
     """The level, a number of ``logging``."""
     observed = False
     """Whether an observer receives events from info on, although only higher levels are logged."""
+    secrets: frozenset[str] = frozenset()
+    """What no line may hold."""
+    in_json = False
+    """Whether lines are JSON."""
+    hide: Callable[[str], str]
+    """Returns a line without the secrets."""
+
+
+def hide_more(secrets: Collection[str]) -> None:
+    """Hide further secrets in all lines from now on."""
+    Logger.secrets |= frozenset(secrets)
+    Logger.hide = redaction(Logger.secrets, in_json=Logger.in_json)
 
 
 def set_level(level: int) -> None:
@@ -121,13 +133,14 @@ def configure(
     pretty = log_format == "pretty" or (log_format == "auto" and terminal)
     colours = terminal and not os.environ.get("NO_COLOR")
 
-    hide = redaction(secrets, in_json=not pretty)
+    Logger.secrets, Logger.in_json = frozenset(), not pretty
+    hide_more(secrets)
 
     def render(event: Mapping[str, Any]) -> bytes:
         if pretty:
-            return hide(as_text(event, colours=colours)).encode("utf-8", "backslashreplace")
+            return Logger.hide(as_text(event, colours=colours)).encode("utf-8", "backslashreplace")
         line = as_json(event)
-        return hide(line.decode()).encode() if secrets else line
+        return Logger.hide(line.decode()).encode() if Logger.secrets else line
 
     Logger.observed = bool(observers)
     set_level(_LEVELS[level])
