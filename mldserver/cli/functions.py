@@ -80,13 +80,13 @@ def list_functions(*, at: ServerOptions = FROM_SETTINGS, as_json: AsJson = False
 
 def _wanted_row(settings: Settings) -> dict[str, Any]:
     """Return what a function's ledger says is wanted."""
+    row: dict[str, Any] = {"function": settings.pipeline, "wanted": None, "version": None, "reason": None}
     try:
         with open_ledger(settings) as (_, state, _):
             life = state.life
     except OperatorError as error:
-        return {"function": settings.pipeline, "wanted": None, "reason": error.what}
-    wanted = Wanted(life.wanted).name.lower()
-    return {"function": settings.pipeline, "wanted": wanted, "version": life.deployed.id or None}
+        return row | {"reason": error.what}
+    return row | {"wanted": Wanted(life.wanted).name.lower(), "version": life.deployed.id or None}
 
 
 @app.command(name="show")
