@@ -40,7 +40,7 @@ mldserver serve
 ```
 
 Each handler is a function with its own ledger, folder and address. Without a handler, the server runs the functions of `mldserver.toml`,
-which has a table `[functions.NAME]` for each (`mldserver help settings`).
+which has a table `[functions.NAME]` for each (`mldserver help functions`).
 
 `--help` shows the common options, `--help-all` shows all. Every option is also an environment variable (`--line-limit` is `MLDSERVER_LINE_LIMIT`) and a key of `mldserver.toml`
 (`line_limit = "64 MiB"`). The command line overrides variables, and variables override the file.

@@ -11,6 +11,7 @@ from support.pages import DOCS
 from mldserver.admin.metrics import METRICS
 from mldserver.config.settings import Spec, specs
 from mldserver.consumer import core as consumption
+from mldserver.functions.lifecycle import CELLS, DONE, NO_OP, Shown
 from mldserver.observe import log_events
 from mldserver.observe.log_events import Event
 from mldserver.protocol import states
@@ -34,52 +35,8 @@ line_limit = "64 MiB"
 flush_interval = "2 s"
 ```
 
-## Several functions
-
-A server runs several functions if the file has a table `[functions.NAME]` for each, with its handler. NAME is the pipeline's name:
-a letter, then letters, digits and `_`.
-
-```toml
-# mldserver.toml
-out = "/srv/mldserver"
-log_level = "warning"
-
-[functions.departures]
-handler = "handlers.departures"
-listen = ":7070"
-
-[functions.orders]
-handler = "shop.orders:Orders"
-listen = ":7080"
-on_failure = "skip"
-settings = { threshold = 20 }
-```
-
-A function can also be a file `functions.d/NAME.toml` next to `mldserver.toml`, with the keys of one table. Next to a
-settings file with another name, such as `orders.toml`, the folder is `orders.functions.d`.
-
-* **Scope**: The tables below show the scope of each setting. A setting of scope *function* may stand in a function's table. A setting
-  of scope *server* has one value for all functions, and stands at the top level.
-* **Precedence**: The function's table overrides the command line, which overrides variables, which override the top level. Values
-  outside the table are thus defaults for all functions. `handler`, `pipeline` and `rename_from` cannot be defaults. A `source` in
-  the table also replaces a `stream` outside it, and the reverse.
-* **Folders**: `out` outside the tables is the folder of the functions' folders: `/srv/mldserver/orders` above. `out` in a table is the
-  function's own folder.
-* **From one function to several**: Move `handler` into a table with the pipeline's name, and `out` with it if it was set. The function
-  then keeps its ledger and its folder.
-* **Shares**: `buffer_bytes`, `state_bytes` and `segment_disk_bytes` outside the tables are limits of the whole server. Functions without
-  a limit of their own get equal parts, and also equal parts of the default number of `workers`.
-* **Constants**: `settings` in a table is another name of `handler_settings`.
-* **Secrets**: `${VARIABLE}` in a text of a function's table stands for the value of that environment variable.
-
-The server does not start if two functions listen at one address or have one folder or ledger file, or if three functions read one
-DynamoDB stream.
-
-`mldserver serve handlers.departures shop.orders:Orders` runs several functions without a file. Each has the name of the last part of
-its handler. The second listens 10 ports above the first, the third 20 ports.
-
-Commands take `--function NAME` where the settings have several functions. On the command line of a tool, `--out` is the folder of that
-one function, and options override its table.
+A server with [several functions](functions.md#settings) has a table of settings for each. The scope of a setting says whether it may stand
+there.
 """
 
 
@@ -233,7 +190,37 @@ def monitoring_page() -> str:
     return f"{before}{chr(10).join(table)}\n\n{rest.partition(chr(10) * 2)[2]}"
 
 
+_DOES: Final = {DONE: "●", NO_OP: "○"}
+
+
+def functions_page() -> str:
+    """Return the page with its tables of states and commands made anew; the rest of it is written by hand."""
+    page = (DOCS / "functions.md").read_text("utf-8")
+    states = [f"| {state} | {meaning} |" for state, meaning in reference.member_docs(Shown).items()]
+    page = _with_table(page, "| state | meaning |", "|---|---|", states)
+    commands = [
+        f"| {command} | {' | '.join(_DOES.get(cell) or _advice(cell) for cell in cells.values())} |"
+        for command, cells in CELLS.items()
+    ]
+    head = f"| command | {' | '.join(Shown)} |"
+    return _with_table(page, head, "|---" * (1 + len(Shown)) + "|", commands)
+
+
+def _advice(cell: str) -> str:
+    """Return a refusal's advice without the commands that it names."""
+    return cell.partition(": `")[0].removesuffix(" Then deploy it.").rstrip(".").lower()
+
+
+def _with_table(page: str, head: str, line: str, rows: list[str]) -> str:
+    """Return a page with the rows of a table made anew; the first word of the head finds it."""
+    start = page.index(head.partition(" |")[0])
+    rest = page[start:].partition("\n\n")[2]
+    table = "\n".join([head, line, *rows])
+    return f"{page[:start]}{table}\n\n{rest}"
+
+
 PAGES: Final = {
+    "functions.md": functions_page,
     "settings.md": settings_page,
     "events.md": events_page,
     "protocol.md": protocol_page,

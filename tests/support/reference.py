@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import enum
 import inspect
 import re
 import textwrap
@@ -28,7 +29,7 @@ from mldserver import (
 )
 from mldserver.dynamodb_streams import Change, NotAChange
 
-__all__ = ["SECTIONS", "page"]
+__all__ = ["SECTIONS", "member_docs", "page"]
 
 _INTRODUCTION: Final = """\
 # API reference
@@ -105,9 +106,16 @@ def _members(described: type) -> dict[str, tuple[str, str, str]]:
             match statement, following:
                 case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
                     found.setdefault(name, (name, _cell(ast.unparse(statement.annotation)), _cell(text)))
+                case ast.Assign(targets=[ast.Name(id=name)]), ast.Expr(value=ast.Constant(value=str(text))):
+                    found.setdefault(name, (name, "", _cell(text)))
                 case ast.FunctionDef(name=name), _ if ast.get_docstring(statement):
                     found.setdefault(name, _function(statement))
     return found
+
+
+def member_docs(described: type[enum.StrEnum]) -> dict[str, str]:
+    """Return what each member of an enumeration means."""
+    return {described[name]: meaning for name, (_, _, meaning) in _members(described).items()}
 
 
 def _function(definition: ast.FunctionDef) -> tuple[str, str, str]:
