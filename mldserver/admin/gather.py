@@ -271,7 +271,7 @@ class Gatherer:
             else:
                 return status
         return document.FunctionStatus(
-            server_id=settings.server_id or "", reasons=(failure or f"the server {stage}",), **life
+            server_id=settings.server_id or "", reasons=(failure or f"the function {stage}",), **life
         )
 
     def _running(
@@ -281,7 +281,7 @@ class Gatherer:
         source, coordinator = parts.source.status(), parts.coordinator.status()
         reasons = tuple(reason for reason, _ in unready(parts, coordinator))
         if stage.startswith("stops"):
-            reasons = (f"the server {stage}",)
+            reasons = (f"the function {stage}",)
         counts, runtime, runner = source.counts, parts.runtime, parts.runner
         workers: tuple[document.WorkerRow, ...] = ()
         worker_of: dict[str, int] = {}

@@ -207,7 +207,7 @@ def test_a_server_that_starts_or_stops_says_so(tmp_path: Path, handler: str) -> 
     gatherer = Gatherer(clock=VirtualClock(), tally=EventTally())
     function = gatherer.function(settings, None, stage="starts (ledger and recovery)")
     status = gatherer.status({"departures": function})
-    assert (status.ready, status.reasons) == (False, ("the server starts (ledger and recovery)",))
+    assert (status.ready, status.reasons) == (False, ("the function starts (ledger and recovery)",))
     assert not status.stopping
     assert gatherer.status({"departures": function}, stopping=True).stopping
 
