@@ -172,7 +172,7 @@ async def test_a_function_that_was_drained_does_not_start_again_by_itself(
         status = server.document()
         assert status.functions["rows"].lifecycle == "undeployed"
         assert status.functions["rows"].reasons == (
-            "the pipeline was drained: restart the server to serve it again",
+            "the pipeline was drained: deploy it, or restart the server, to serve it again",
         )
         assert status.ready, "the other function works"
         await deliver(server.functions["counts"])
