@@ -374,9 +374,7 @@ def test_the_page_has_a_row_for_every_setting_and_each_section_once() -> None:
         assert sum(row.startswith(f"| `{name}` |") for row in rows) == 1
     assert "| `on_failure` | `dead_letter` |" in settings_page()
     titles = [row for row in rows if row.startswith("## ")]
-    assert titles == [
-        f"## {section}" for section in dict.fromkeys(spec.section for spec in specs().values())
-    ]
+    assert titles == [f"## {section}" for section in dict.fromkeys(spec.section for spec in specs().values())]
 
 
 def test_the_page_is_what_the_settings_say() -> None:
