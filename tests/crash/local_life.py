@@ -132,6 +132,7 @@ class LocalLife:
         with contextlib.suppress(EOFError, ConnectionResetError):  # it came to none
             while self._ours.poll():
                 self._note(self._ours.recv())
+        loop.remove_reader(self._ours.fileno())  # of a request that waits for its result
         self._ours.close()
         assert self._process.exitcode is not None
         return self._process.exitcode

@@ -9,9 +9,10 @@ import random
 import signal
 import tempfile
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Final
+from typing import ClassVar, Final
 
 from crash.held import in_dynamodb, in_sqlite
 from crash.lives import Ground, Plan
@@ -82,6 +83,8 @@ class Movers(Application):
 
 class Pair:
     """One story, one ledger, two daemons, and as many lives of their servers as it takes."""
+
+    never: ClassVar[Mapping[str, str]] = NEVER
 
     def __init__(
         self,
@@ -214,12 +217,12 @@ class Pair:
         chosen = self._dice.sample(ahead, max(len(ahead) // 2, min(len(ahead), 4)))
         # Some steps come once in a life: that one is passed at first is tried until a story has missed it.
         times = {each.step: 1 if each.misses else self._dice.choice((1, 1, 2, 3)) for each in chosen}
-        times |= dict.fromkeys(NEVER, 1)
+        times |= dict.fromkeys(self.never, 1)
         return ",".join(f"{step}:{count}" for step, count in times.items())
 
     def _count(self, death: Death | None, code: int, met: str | None, told: str) -> bool:
         """Note how a life ended; True when it was in good order."""
-        assert met not in NEVER, f"{met} can happen here: take it off the list of those that cannot"
+        assert met not in self.never, f"{met} can happen here: take it off the list of those that cannot"
         expired = code == EXIT_FAULT and '"ServerExpired"' in told
         if death is not None and death.hangs and expired:
             self._toll.died["hangs"] += 1
@@ -251,12 +254,17 @@ class Pair:
     ) -> int:
         async with asyncio.TaskGroup() as group:
             ended = group.create_task(life.ended())
-            over = group.create_task(_tell_over(life, daemons))
+            operator = group.create_task(self.operate(life))
+            over = group.create_task(_tell_over(life, daemons, operator))
             fate = group.create_task(self._meet(life, death, lock))
             await asyncio.wait({ended})
             over.cancel()
+            operator.cancel()
             fate.cancel()
         return ended.result()
+
+    async def operate(self, life: LocalLife) -> None:
+        """Do what an operator does to a life, until the daemons have delivered everything."""
 
     async def _meet(self, life: LocalLife, death: Death | None, lock: Path) -> None:
         """Do to a life what it does not do to itself. ``lock``: whoever expires it takes this file away."""
@@ -291,6 +299,7 @@ class Pair:
         return "\n".join(told)
 
 
-async def _tell_over(life: LocalLife, daemons: list[asyncio.Task[int]]) -> None:
+async def _tell_over(life: LocalLife, daemons: list[asyncio.Task[int]], operator: asyncio.Task[None]) -> None:
     await asyncio.wait(daemons)
+    operator.cancel()
     life.stream_is_over()

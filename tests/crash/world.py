@@ -201,12 +201,17 @@ class World:
     async def _see_through(self, life: Life, daemon: asyncio.Task[int], death: Death | None) -> int:
         async with asyncio.TaskGroup() as group:
             ended = group.create_task(life.ended())
-            over = group.create_task(_tell_over(life, daemon))
+            operator = group.create_task(self.operate(life))
+            over = group.create_task(_tell_over(life, daemon, operator))
             timer = group.create_task(_kill_after(life, death.after_seconds if death else 0.0))
             await asyncio.wait({ended})
             over.cancel()
+            operator.cancel()
             timer.cancel()
         return ended.result()
+
+    async def operate(self, life: Life) -> None:
+        """Do what an operator does to a life, until its daemon has delivered everything."""
 
     def _told(self) -> str:
         mld = self._mld
@@ -224,8 +229,9 @@ def tail(log: Path) -> str:
     return "\n".join(log.read_text("utf-8", "replace").splitlines()[-20:])
 
 
-async def _tell_over(life: Life, daemon: asyncio.Task[int]) -> None:
+async def _tell_over(life: Life, daemon: asyncio.Task[int], operator: asyncio.Task[None]) -> None:
     await asyncio.wait({daemon})
+    operator.cancel()
     life.stream_is_over()
 
 
