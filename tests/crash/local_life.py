@@ -24,6 +24,8 @@ from mldserver.observe.logging import logging_to
 from mldserver.server import Server
 from mldserver.testing.fake_kinesis import FakeKinesis
 
+SHOWN: Final = "shown"
+"""A request for the state of the first function."""
 _OVER: Final = "over"
 _WARM: Final = [
     "aioboto3",
@@ -176,7 +178,8 @@ async def _do_as_told(server: Server, told: Connection) -> None:
             return
         if request == _OVER:
             break
-        told.send(await server.carry_out(*request))
+        shown = (True, f"{server.only.shown}") if request[0] == SHOWN else None
+        told.send(shown or await server.carry_out(*request, function=server.only.name))
     await server.finished()
     # The stream also looked over when a shard's children were slow to come.
     while not await _all_out(server):  # noqa: ASYNC110  # what a ledger holds has no event to wait on
