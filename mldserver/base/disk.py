@@ -53,7 +53,10 @@ def make_private(folder: Path) -> None:
 
 def make_private_file(path: Path) -> None:
     """Make an empty file that only its user may read and write. One that is there stays as it is. Raises OSError."""
-    os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+    # A file that is there is not opened: at the close, this process would lose all its locks on it (POSIX), and SQLite with
+    # another connection to it would damage it.
+    with contextlib.suppress(FileExistsError):
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
 
 
 def umask() -> int:

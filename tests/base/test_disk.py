@@ -2,11 +2,14 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from mldserver.base.disk import exchange
+from mldserver.base.disk import exchange, make_private_file
 
 pytestmark = pytest.mark.quick
 
@@ -34,3 +37,15 @@ def test_a_system_without_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(OSError, match="not implemented") as found:
         exchange("one", "other")
     assert found.value.errno == errno.ENOSYS
+
+
+def test_a_private_file_that_is_there_keeps_the_locks_that_this_process_has_on_it(tmp_path: Path) -> None:
+    file = tmp_path / "ledger"
+    make_private_file(file)
+    assert file.stat().st_mode & 0o777 == 0o600
+    with file.open("r+") as held:
+        fcntl.lockf(held, fcntl.LOCK_EX)
+        make_private_file(file)
+        other = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'r+'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
+        tried = subprocess.run([sys.executable, "-c", other, str(file)], capture_output=True, check=False)
+        assert b"BlockingIOError" in tried.stderr

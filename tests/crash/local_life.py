@@ -109,6 +109,7 @@ class LocalLife:
                     await readable.wait()
                 finally:
                     loop.remove_reader(self._ours.fileno())
+                readable.clear()  # it may have been a step
                 if (result := self._note(self._ours.recv())) is not None:
                     return result
         except (OSError, EOFError):

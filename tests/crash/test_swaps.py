@@ -7,6 +7,7 @@ import json
 import random
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -34,7 +35,7 @@ def process_record(record, ctx):
 
 """
 """So that a story lasts for several versions."""
-WORKERS = {"workers": 1, "log_error_messages": True}
+WORKERS = {"workers": 1}
 
 
 def write_versions(root: Path, kind: str) -> Path:
@@ -74,7 +75,7 @@ class SwappedPair(Pair):
     never: ClassVar = {step: why for step, why in NEVER.items() if step not in OF_COMMANDS}
 
     def __init__(self, root: Path, story: Story, toll: Toll, *, kills: int, ground: Ground) -> None:
-        super().__init__(root, story, toll, ground, kills=kills)
+        super().__init__(root, story, toll, replace(ground, settings=WORKERS), kills=kills)
         self._second = write_versions(root, story.kind)
 
     async def operate(self, life: LocalLife) -> None:
@@ -111,10 +112,10 @@ async def play(
     assert swaps(folder) >= stories
 
 
-def deaths(dice: random.Random, *, rounds: int) -> list[Death]:
+def deaths(dice: random.Random, kind: str, *, rounds: int) -> list[Death]:
     """Return deaths at the steps of commands, and in the long lane so many at each step of records, state and timers."""
     steps = sorted(OF_COMMANDS) * 2
-    more = (*OF_RECORDS, *OF_STATE, *OF_TIMERS)
+    more = (*OF_RECORDS, *OF_STATE, *(OF_TIMERS if kind == "timed" else ()))
     found = [Death(step, dice.randint(1, 3)) for step in [*steps, *(more * rounds)]]
     dice.shuffle(found)
     return found
@@ -124,7 +125,7 @@ def deaths(dice: random.Random, *, rounds: int) -> list[Death]:
 async def test_versions_change_over_a_file_while_the_server_dies(
     kind: str, tmp_path: Path, seed: int, *, long: bool
 ) -> None:
-    toll = Toll.of(deaths(random.Random(seed), rounds=2 if long else 0))
+    toll = Toll.of(deaths(random.Random(seed), kind, rounds=2 if long else 0))
     await play(tmp_path, seed, toll, kind, a_file)
 
 
@@ -135,7 +136,7 @@ async def test_versions_change_over_a_table_while_the_server_dies(
 ) -> None:
     for name, value in CREDENTIALS.items():
         monkeypatch.setenv(name, value)
-    await play(tmp_path, seed, Toll.of(deaths(random.Random(seed), rounds=1)), kind, a_table)
+    await play(tmp_path, seed, Toll.of(deaths(random.Random(seed), kind, rounds=1)), kind, a_table)
 
 
 @pytest.mark.long
