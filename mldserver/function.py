@@ -38,6 +38,7 @@ from mldserver.errors import (
     EXIT_FORCED,
     EXIT_OPERATOR,
     HandlerError,
+    InternalError,
     LedgerError,
     LedgerMissing,
     OperatorError,
@@ -240,8 +241,17 @@ class Function:
     @contextlib.asynccontextmanager
     async def _ledger(self) -> AsyncIterator[Ledger]:
         """Give the ledger of the parts; where there are none, one of its own, to a tool."""
-        if self.parts is not None:
-            yield self.parts.ledger
+        if (parts := self.parts) is not None:
+            try:
+                yield parts.ledger
+            except InternalError as error:
+                if self.parts is parts:
+                    raise
+                raise OperatorError(
+                    f"The function {self.name} stopped before the command was carried out.",
+                    did="Perhaps nothing was changed.",
+                    advice="Look at the function's state (`mldserver functions list`), and repeat the command if needed.",
+                ) from error
             return
         # In a thread, because a ledger in DynamoDB imports a large part of AWS's client.
         make = partial(ledger_of, self.settings, server_id=f"tool:{self.name}", clock=self._around.clock)

@@ -36,6 +36,7 @@ from mldserver.coordinator.coordinator import Coordinator
 from mldserver.errors import folder_error
 from mldserver.jobs.engine import Engine
 from mldserver.ledger.contract import Wanted, WindowState
+from mldserver.ledger.operations import Ledger
 
 log = structlog.get_logger("mldserver")
 T = TypeVar("T")
@@ -214,13 +215,17 @@ class Pipeline:
         if parts is None:
             return
         async with contextlib.AsyncExitStack() as closing:  # the stack closes in reverse order
-            closing.push_async_callback(self._end, "ledger", parts.ledger.close)
+            closing.push_async_callback(self._end, "ledger", partial(self._close_ledger, parts.ledger))
             if parts.letters is not None:
                 closing.push_async_callback(self._end, "dead letters", parts.letters.close)
             closing.push_async_callback(self._end, "leaving the ledger", parts.coordinator.leave)
             closing.push_async_callback(self._end, "handler", parts.runtime.close)
             if parts.engine is not None:
                 closing.push_async_callback(self._end, "engine", parts.engine.close)
+
+    async def _close_ledger(self, ledger: Ledger) -> None:
+        self.begun = None  # commands open the ledger for themselves from now on
+        await ledger.close()
 
     async def _end(self, part: str, close: Callable[[], Coroutine[None, None, None]]) -> None:
         """Close a part and wait for it; after a forced stop at most ``_LET_GO_SECONDS``."""

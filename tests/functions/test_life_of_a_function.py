@@ -17,7 +17,7 @@ from support.store import SqliteStore
 import mldserver.pipeline
 from mldserver.assembly import Dependencies, Parts, assemble
 from mldserver.config.settings import Settings
-from mldserver.errors import EXIT_CLEAN, OperatorError
+from mldserver.errors import EXIT_CLEAN, InternalError, OperatorError
 from mldserver.functions.lifecycle import Command, Shown
 from mldserver.ledger.contract import LedgerState, Wanted
 from mldserver.output.layout import LEDGER
@@ -326,3 +326,43 @@ async def test_a_server_that_stops_during_an_undeploy_continues_it_at_the_next_s
     async with hosting(rows) as server:
         await comes_to(server, Shown.UNDEPLOYED)
         assert len(published(rows)) == 1
+
+
+async def test_a_command_that_comes_when_the_ledger_was_closed_opens_it_for_itself(
+    rows: Settings, calm: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with hosting(rows, calm) as server:
+        await comes_to(server, Shown.DEPLOYED)
+        function, found = server.functions["rows"], []
+        assert function.parts is not None
+        ledger = function.parts.ledger
+        close = ledger.close
+
+        async def close_and_ask() -> None:
+            await close()
+            found.append((await function.read_state()).life.wanted)
+
+        monkeypatch.setattr(ledger, "close", close_and_ask)
+        assert await command(server, Command.UNDEPLOY)
+        await comes_to(server, Shown.UNDEPLOYED)
+        assert found == [Wanted.UNDEPLOYED]
+
+
+async def test_a_command_whose_function_stops_meanwhile_is_refused_in_a_sentence(
+    rows: Settings, calm: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with hosting(rows, calm) as server:
+        await comes_to(server, Shown.DEPLOYED)
+        function = server.functions["rows"]
+        assert function.parts is not None
+        ledger, parts = function.parts.ledger, function.parts
+
+        async def peek() -> LedgerState:
+            function.pipeline.begun = None if stops else parts
+            raise InternalError("The ledger is closed.")
+
+        monkeypatch.setattr(ledger, "peek", peek)
+        for stops, error in ((True, OperatorError), (False, InternalError)):
+            with pytest.raises(error, match="stopped before" if stops else "is closed"):
+                await command(server, Command.PAUSE)
+            function.pipeline.begun = parts
