@@ -303,6 +303,7 @@ async def test_a_start_that_takes_long_says_what_it_waits_for(
     async with asyncio.TaskGroup() as group, asyncio.timeout(800):
         life = group.create_task(server.run())
         await until(lambda: server.only.report() == "starts (handler)")
+        await until(lambda: clock.sleepers > 0)
         await clock.advance(11)
         waiting = [entry for entry in logged if entry["event"] == "server.waiting"]
         assert [entry["waiting_for"] for entry in waiting] == [{"start": "handler"}] * 2
