@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 from cyclopts import App, Parameter
 
+from mldserver.base.uris import redacted
 from mldserver.cli.ledger_tool import FROM_SETTINGS, LedgerOptions, ledger_settings, open_ledger, read_ledger
 from mldserver.cli.render import (
     AsJson,
@@ -20,6 +21,7 @@ from mldserver.cli.render import (
 )
 from mldserver.errors import OperatorError
 from mldserver.ledger.contract import Decision, LedgerState, WindowEntry, WindowState
+from mldserver.sinks import find
 
 _HELP = """
 Show the windows of a pipeline, and decide about windows whose job keeps failing. Running servers are not interrupted.
@@ -81,9 +83,11 @@ def list_windows(
         text += f"; {halted:,} halted"
     hidden = len(entries) - len(chosen)
     text = (text or "no windows") + (f" ({hidden:,} not shown)" if hidden else "")
-    rows = [_window_row(entry) for entry in chosen]
+    versions, note = _table_versions(where)
+    rows = [_window_row(entry) | {"table_version": versions.get(entry.window_id)} for entry in chosen]
     columns = "window state halted revision attempts segments rows rows_waiting owner error"
-    print_result(as_json, rows, table(rows, columns), text)
+    columns += " table_version" * bool(versions)
+    print_result(as_json, rows, table(rows, columns), text, *filter(None, [note]))
 
 
 @app.command(name="show")
@@ -95,6 +99,7 @@ def show_window(window: Windows, /, *, where: LedgerOptions = FROM_SETTINGS, as_
         for some in (entry.segments, entry.pending)
     )
     document = _window_row(entry) | {
+        "table_version": _table_versions(where)[0].get(window),
         "staging": entry.staging,
         "files": list(entry.files),
         "segments": segments,
@@ -216,6 +221,18 @@ def _impossible(window: str, why: str, choices: tuple[Decision, ...]) -> Operato
         f"Nothing of the kind can be done with window {window}: {why}.",
         advice=f"What can be done is {others}." if others else hint,
     )
+
+
+def _table_versions(where: LedgerOptions) -> tuple[dict[str, str], str]:
+    """Return the version of the sink's table for each window, as far as the table has them; and why it cannot be read."""
+    sink = ledger_settings(where).sink
+    versions = None if sink is None else getattr(find(sink.format), "versions", None)
+    if versions is None:
+        return {}, ""
+    try:
+        return versions(sink), ""
+    except Exception as error:  # noqa: BLE001  # the table's library raises errors of its own; the ledger's windows are shown all the same
+        return {}, f"The table {sink} cannot be read: {redacted(str(error))}"
 
 
 def _find_window(state: LedgerState, window: str) -> WindowEntry:

@@ -54,6 +54,9 @@ _CREATED_WITH: Final = {"delta.checkpointInterval": "10"}
 """A window opens the table anew: between two checkpoints, each commit is one more file to read. At 1,000 windows, 100
 commits cost twice the time."""
 
+_WINDOW: Final = "mldserver.window"
+"""Names a window in the log's entry of its commit."""
+
 _NO_DAY: Final = "1000-01-01"
 """A partition that no table has."""
 
@@ -118,6 +121,13 @@ def publish(spark: SparkSession, sink: SinkSpec, job: PublishJob) -> None:  # no
                 raise
         else:
             return
+
+
+def versions(sink: SinkSpec) -> dict[str, str]:
+    """Return by window the version of the table that its latest revision made, as far as the log reaches."""
+    table = _table(sink)
+    entries = [] if table is None else table.history()  # the latest first
+    return {entry[_WINDOW]: str(entry["version"]) for entry in reversed(entries) if _WINDOW in entry}
 
 
 def _storage(sink: SinkSpec) -> dict[str, str]:
@@ -228,7 +238,7 @@ def _commit(table: DeltaTable, sink: SinkSpec, job: PublishJob) -> None:
         table.schema(),
         partitions,
         commit_properties=CommitProperties(
-            custom_metadata={"mldserver.window": window.id, "mldserver.revision": str(window.revision)},
+            custom_metadata={_WINDOW: window.id, "mldserver.revision": str(window.revision)},
             app_transactions=[Transaction(f"{job.ledger}/{window.id}", window.revision)],
         ),
     )

@@ -116,6 +116,14 @@ def publish(spark: SparkSession, sink: SinkSpec, job: PublishJob) -> None:  # no
             return
 
 
+def versions(sink: SinkSpec) -> dict[str, str]:
+    """Return by window the snapshot that its latest revision made, of the snapshots that are kept."""
+    table = _table(_catalog(sink), sink)
+    snapshots = [] if table is None else sorted(table.snapshots(), key=lambda each: each.sequence_number or 0)
+    summaries = ((each.summary, each.snapshot_id) for each in snapshots)
+    return {window: str(number) for summary, number in summaries if summary and (window := summary[_WINDOW])}
+
+
 def _catalog(sink: SinkSpec) -> Catalog:
     """Return the catalog as the library's configuration and ``sink_options`` describe it. Raises OperatorError without the library."""
     with lake.needs("iceberg"):

@@ -62,6 +62,29 @@ def documents(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
     return json.loads(told(capsys, *arguments, "--json"))
 
 
+def test_the_version_of_the_table_is_shown_or_why_it_cannot_be_read(
+    server: SqliteStore, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    where, versions = ("--out", "out"), {PUBLISHED: "41", "another": "42"}
+    assert {row["table_version"] for row in documents(capsys, "list", *where)} == {None}
+    monkeypatch.setenv("MLDSERVER_SINK", "delta:lake")
+    monkeypatch.setattr("mldserver.sinks.delta.versions", lambda _: versions)
+    found = {row["window"]: row["table_version"] for row in documents(capsys, "list", *where)}
+    assert found == dict.fromkeys(IDS) | {PUBLISHED: "41"}
+    assert documents(capsys, "show", PUBLISHED, *where)["table_version"] == "41"
+    text = told(capsys, "list", "--all", *where)
+    assert "table version" in text
+
+    def away(_: object) -> None:
+        raise OSError("s3://key:secret@lake is away")
+
+    monkeypatch.setattr("mldserver.sinks.delta.versions", away)
+    text = told(capsys, "list", *where)
+    assert "The table delta:" in text
+    assert "cannot be read: " in text
+    assert "secret" not in text
+
+
 def test_the_list_shows_what_is_not_published_oldest_first(
     server: SqliteStore, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -119,6 +142,7 @@ def test_the_list_as_json_has_every_window(server: SqliteStore, capsys: pytest.C
         "retained": True,
         "published_ms": 3 * HOUR,
         "error": None,
+        "table_version": None,
     }
 
 

@@ -137,6 +137,9 @@ def test_a_revision_replaces_the_one_before_in_one_commit_and_never_the_other_wa
     place.publish(place.output(0, [], revision=4))
     place.publish(place.output(5, None))
     assert place.rows() == expected(1, ["y"])
+    found = {(each.summary["mldserver.window"], str(each.snapshot_id)) for each in place.table.snapshots()}
+    assert iceberg.versions(place.sink).items() < found
+    assert iceberg.versions(place.sink).keys() == {window_of(0).id}, "the other's snapshot has expired"
 
 
 def test_a_new_column_and_a_wider_number_evolve_the_table(place: Lake) -> None:
