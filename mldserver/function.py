@@ -59,7 +59,7 @@ _PATIENCE_SECONDS: Final = 4.0
 
 
 @dataclass(frozen=True, slots=True)
-class _End:
+class _RunEnd:
     """How a run ended, and what follows."""
 
     code: int
@@ -98,7 +98,7 @@ class Function:
         """Whether ``pipeline`` was run; whether it is the last step of an undeploy."""
         self._life = FunctionLife()
         """What was wanted when the ledger was read last."""
-        self._ended: _End | None = None
+        self._ended: _RunEnd | None = None
         """How the last run ended; None while one works."""
         self._stopping, self._asked = asyncio.Event(), asyncio.Event()
 
@@ -152,14 +152,14 @@ class Function:
                 if self._stopping.is_set():
                     return EXIT_CLEAN  # it was not running
 
-    async def _run_once(self) -> _End:
+    async def _run_once(self) -> _RunEnd:
         """Do what is wanted once: run the pipeline, drain it, or complete an undeploy. Logs errors."""
         code = EXIT_FAULT
         try:
             undeployed = asyncio.ensure_future(self._is_undeployed())
             await first_of(undeployed, self._stopping.wait())
             if not undeployed.cancelled() and undeployed.result():
-                return _End(EXIT_CLEAN, "the function is undeployed", wait=None, rest=Shown.UNDEPLOYED)
+                return _RunEnd(EXIT_CLEAN, "the function is undeployed", wait=None, rest=Shown.UNDEPLOYED)
             self._ended = None
             return await self._run_pipeline()
         except* (OperatorError, HandlerError, LedgerError) as group:
@@ -172,10 +172,10 @@ class Function:
             self._report_failure(code, exc_info=True)
             reason = f"an internal error: {next(leaves(group))!r}"
         if code == EXIT_OPERATOR and self._life.wanted is not Wanted.UNDEPLOYED:
-            return _End(code, reason, wait=None, rest=Shown.FAILED, ends_server=True)
+            return _RunEnd(code, reason, wait=None, rest=Shown.FAILED, ends_server=True)
         if self.pipeline.readiness.green.is_set():
             self._backoff.worked()
-        return _End(code, reason, wait=self._backoff.failed(self._around.rng()), ends_server=True)
+        return _RunEnd(code, reason, wait=self._backoff.failed(self._around.rng()), ends_server=True)
 
     async def _is_undeployed(self) -> bool:
         """Read what is wanted. Complete an undeploy whose windows are all published; return whether it is complete.
@@ -189,7 +189,7 @@ class Function:
                 return False
             return self._life.keep or await ledger.forget()
 
-    async def _run_pipeline(self) -> _End:
+    async def _run_pipeline(self) -> _RunEnd:
         """Run the pipeline. If an undeploy is wanted it only publishes windows. Raises what ``Pipeline.run`` raises."""
         around, settings = self._around, self.settings
         only_drains = self._life.wanted is Wanted.UNDEPLOYED and not around.drain
@@ -197,7 +197,7 @@ class Function:
             around, settings = around._replace(drain=True), replace(settings, server_id=None)
         if self._ran or only_drains:
             if self._stopping.is_set():
-                return _End(EXIT_CLEAN)
+                return _RunEnd(EXIT_CLEAN)
             begun, forced = self._on_begun, self._report_forced
             self.pipeline = Pipeline(settings, around, begun=begun, forced=forced, undeploys=only_drains)
         self.pipeline.code_path = self._life.deployed.path
@@ -205,9 +205,9 @@ class Function:
         durable = await self.pipeline.run()
         code = EXIT_CLEAN if durable or only_drains else EXIT_FORCED
         if self.pipeline.undeploys:
-            return _End(code)
+            return _RunEnd(code)
         reason = "the pipeline was drained: deploy it, or restart the server, to serve it again"
-        return _End(code, reason, wait=None, rest=Shown.UNDEPLOYED, ends_server=True)
+        return _RunEnd(code, reason, wait=None, rest=Shown.UNDEPLOYED, ends_server=True)
 
     def _report_forced(self) -> None:
         """Tell the server of a forced stop, unless an undeploy goes on after it."""
@@ -221,7 +221,7 @@ class Function:
         else:
             log.error("function.failed", lasting=code == EXIT_OPERATOR, **fields)
 
-    async def _wait(self, end: _End) -> None:
+    async def _wait(self, end: _RunEnd) -> None:
         """Wait for the next run. A command, or another server's, ends the wait at once or within a flush interval."""
         clock = self._around.clock
         left = math.inf if end.wait is None else end.wait
