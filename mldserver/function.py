@@ -241,11 +241,11 @@ class Function:
     @contextlib.asynccontextmanager
     async def _ledger(self) -> AsyncIterator[Ledger]:
         """Give the ledger of the parts; where there are none, one of its own, to a tool."""
-        if (parts := self.parts) is not None:
+        if (parts := self.parts) is not None and not (pipeline := self.pipeline).has_closed_ledger:
             try:
                 yield parts.ledger
             except InternalError as error:
-                if self.parts is parts:
+                if not pipeline.has_closed_ledger:
                     raise
                 raise OperatorError(
                     f"The function {self.name} stopped before the command was carried out.",

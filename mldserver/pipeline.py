@@ -75,6 +75,8 @@ class Pipeline:
         """The archive of the handler's code (``assemble``); set it before ``run``."""
         self.parts: Parts | None = None
         """The parts, once they are built."""
+        self.has_closed_ledger = False
+        """Whether the parts' ledger cannot be used any more. Read only."""
         self.begun: Parts | None = None
         """The parts, once the start is complete; None before."""
         self._built = asyncio.Event()
@@ -224,7 +226,7 @@ class Pipeline:
                 closing.push_async_callback(self._end, "engine", parts.engine.close)
 
     async def _close_ledger(self, ledger: Ledger) -> None:
-        self.begun = None  # commands open the ledger for themselves from now on
+        self.has_closed_ledger = True
         await ledger.close()
 
     async def _end(self, part: str, close: Callable[[], Coroutine[None, None, None]]) -> None:

@@ -295,6 +295,8 @@ def test_a_server_with_several_functions_shows_each_in_a_line(
         "0",
         "9f2c41d8",
         "-",
+        "-",
+        "-",
     ]
     assert line(shown, "taxis").split()[:3] == ["taxis", "undeployed", "-"], "nobody waits for it"
     row = next(each for each in shown.splitlines() if each.startswith("stops "))

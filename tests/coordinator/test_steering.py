@@ -31,7 +31,7 @@ class SteeredFunction(Function):
         begun = pipeline and SimpleNamespace(
             coordinator=pipeline.coordinator, ledger=pipeline.ledger, runtime=None
         )
-        self.pipeline: Any = SimpleNamespace(begun=begun)
+        self.pipeline: Any = SimpleNamespace(begun=begun, has_closed_ledger=False)
         self._ended = None
 
 

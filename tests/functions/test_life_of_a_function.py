@@ -355,14 +355,14 @@ async def test_a_command_whose_function_stops_meanwhile_is_refused_in_a_sentence
         await comes_to(server, Shown.DEPLOYED)
         function = server.functions["rows"]
         assert function.parts is not None
-        ledger, parts = function.parts.ledger, function.parts
+        ledger = function.parts.ledger
 
         async def peek() -> LedgerState:
-            function.pipeline.begun = None if stops else parts
+            function.pipeline.has_closed_ledger = stops
             raise InternalError("The ledger is closed.")
 
         monkeypatch.setattr(ledger, "peek", peek)
         for stops, error in ((True, OperatorError), (False, InternalError)):
             with pytest.raises(error, match="stopped before" if stops else "is closed"):
                 await command(server, Command.PAUSE)
-            function.pipeline.begun = parts
+            function.pipeline.has_closed_ledger = False
