@@ -13,6 +13,7 @@ together; ``testing`` is a daemon to test against.
 """
 
 from mldserver.handler.context import Context
+from mldserver.handler.queries import Lookup, Rows, RowStream
 from mldserver.handler.timers import Timer, Timers, timer
 from mldserver.records import Batch, BatchResult, Discard, Fatal, Record, Retry, Sequence, Shard
 from mldserver.windows import Window, batches, tumbling
@@ -23,8 +24,11 @@ __all__ = [
     "Context",
     "Discard",
     "Fatal",
+    "Lookup",
     "Record",
     "Retry",
+    "RowStream",
+    "Rows",
     "Sequence",
     "Shard",
     "Timer",

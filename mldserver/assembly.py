@@ -38,14 +38,17 @@ from mldserver.deadletters.redriver import Redriver
 from mldserver.errors import ConfigError, NotThereYet, OperatorError
 from mldserver.handler.inspection import load_spec
 from mldserver.handler.loader import entries_of
+from mldserver.handler.queries import LookupSpec
 from mldserver.handler.spec import HandlerKind, HandlerSpec
 from mldserver.jobs.engine import Engine
+from mldserver.jobs.queries import Queries
 from mldserver.jobs.runner import WindowRunner
 from mldserver.jobs.steps import WindowSteps
 from mldserver.ledger.operations import Ledger
 from mldserver.ledger.sqlite import SqliteLedger
 from mldserver.output.layout import DRIVERS, PRIVATE, SERVERS, SPARK, server_tag
 from mldserver.output.owner import FolderClaim
+from mldserver.output.published import PublishedWindows
 from mldserver.output.store import OutputStore
 from mldserver.protocol.connection import ConnectionLimits
 from mldserver.runtime.failure_policy import FailurePolicy, OnKeyFailure
@@ -59,6 +62,7 @@ from mldserver.versions.swap import Swap
 from mldserver.windows import Tumbling
 from mldserver.workers.runtime import WorkerRuntime
 from mldserver.workers.worker import Limits
+from mldserver.workers.worker_queries import LocalQueries
 
 if TYPE_CHECKING:
     from mldserver.spark.shared_driver import SharedDriver
@@ -87,6 +91,10 @@ class Parts:
     """None where no stream is named."""
     tls: ServerTLS | None
     """Of the listener; None for clear text."""
+    queries: Queries
+    """Runs the handler's queries."""
+    lookups: tuple[LookupSpec, ...]
+    """The handler's lookup tables."""
     swap: Swap
     """Exchanges the handler's code."""
     handler_version: str
@@ -140,6 +148,8 @@ class Dependencies(NamedTuple):
     """Whether the server only drains the pipeline."""
     driver: SharedDriver | None = None
     """The Spark driver that the server's functions share; None: the pipeline has its own."""
+    published: dict[str, PublishedWindows] | None = None
+    """The published windows of the server's functions, by name: pipelines add theirs. None: queries see their own function's only."""
 
 
 async def assemble(
@@ -164,7 +174,13 @@ async def assemble(
         code = await run_in_daemon_thread(read, name="mldserver-code")
     # The handler's module may import the packages that Spark's executors get. Workers inherit this process's path.
     sys.path += [entry for entry in entries_of(settings.spark_py_files) if entry not in sys.path]
+    queries = Queries(
+        {} if around.published is None else around.published,
+        spill_bytes=settings.query_spill_bytes,
+        clock=around.clock,
+    )
     common: dict[str, Any] = {
+        "query_seconds": settings.query_timeout_seconds,
         "policy": _failure_policy(settings),
         "deadline_seconds": settings.handler_timeout_seconds,
         "concurrency": settings.concurrency,
@@ -176,7 +192,10 @@ async def assemble(
         spec = await run_in_daemon_thread(
             partial(load_spec, settings.handler, code=code), name="mldserver-import"
         )
-        runtime = InlineRuntime(spec, clock=around.clock, random=around.rng, at_once=True, **common)
+        local = LocalQueries(queries)
+        runtime = InlineRuntime(
+            spec, clock=around.clock, random=around.rng, at_once=True, queries=local, **common
+        )
     else:  # this process runs no code of the user
         common |= {
             "pipeline": settings.pipeline,
@@ -184,11 +203,11 @@ async def assemble(
             "limits": settings.part(Limits),
         }
         level = logging.getLevelNamesMapping()[settings.log_level.upper()]
-        runtime = WorkerRuntime(settings.handler, log_level=level, code=code, **common)
+        runtime = WorkerRuntime(settings.handler, log_level=level, code=code, queries=queries, **common)
         spec = await runtime.load()
     step("output folder")
     try:
-        return await _assembled(settings, around, runtime, spec, code_path)
+        return await _assembled(settings, around, runtime, spec, code_path, queries)
     except BaseException:
         await runtime.close()
         raise
@@ -200,7 +219,12 @@ def _stored_code(settings: Settings, path: str) -> Code:
 
 
 async def _assembled(
-    settings: Settings, around: Dependencies, runtime: Runtime, spec: HandlerSpec, code_path: str
+    settings: Settings,
+    around: Dependencies,
+    runtime: Runtime,
+    spec: HandlerSpec,
+    code_path: str,
+    queries: Queries,
 ) -> Parts:
     """Build the parts around a loaded handler. What reads files or imports much runs in a thread, not on the event loop.
 
@@ -238,6 +262,10 @@ async def _assembled(
                 place=store.uri(folder) if store.place else "",
             )
             engine = await run_in_daemon_thread(make_spark, name="mldserver-spark")
+        queries.ask = getattr(engine, "query", None)
+        queries.published[settings.pipeline] = PublishedWindows(
+            name=settings.pipeline, spec=spec, sink=sink_of(settings), ledger=ledger, store=store, clock=clock
+        )
         steps = WindowSteps(
             pipeline=settings.pipeline,
             ledger=ledger,
@@ -320,11 +348,13 @@ async def _assembled(
         seconds=settings.flush_interval_ms / 1000,
         path=code_path,
     )
+    source = make_source(SourceParts(consumers, rng))
+    queries.records = partial(_records, source)
     return Parts(
         ledger=ledger,
         runtime=runtime,
         coordinator=coordinator,
-        source=make_source(SourceParts(consumers, rng)),
+        source=source,
         redriver=redriver,
         firing=firing,
         letters=letters,
@@ -332,9 +362,17 @@ async def _assembled(
         runner=runner,
         polling=polling,
         tls=tls,
+        queries=queries,
+        lookups=spec.lookups,
         swap=swap,
         handler_version=spec.version,
     )
+
+
+def _records(source: Source) -> int:
+    """Return how many records have come from a source."""
+    counts = source.status().counts
+    return 0 if counts is None else sum(each.records for each in (counts.gone, *counts.shards.values()))
 
 
 def _require_ranges(settings: Settings) -> None:
@@ -520,6 +558,7 @@ def _spark_arguments(settings: Settings) -> tuple[dict[str, Any], dict[str, Any]
         "python": settings.spark_python,
         "app_name": f"mldserver: {settings.pipeline}",
         "concurrency": settings.window_concurrency,
+        "query_concurrency": settings.query_concurrency,
     }
     driver = {
         "java_home": str(settings.java_home) if settings.java_home else None,

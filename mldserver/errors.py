@@ -196,6 +196,14 @@ class StateFull(HandlerError):
     """Keyed state takes as much memory as ``state_bytes`` allows. A call that writes the state of a new key fails."""
 
 
+class QueryFailed(HandlerError):
+    """A query of a handler (``ctx.sql``), or of a lookup, has no result. The call fails unless it catches this."""
+
+
+class QueryTooLarge(QueryFailed):
+    """A query of a handler has a result beyond its limit of rows or bytes."""
+
+
 class KeyElsewhere(HandlerError):
     """A record's key hashes outside its shard's range, so another shard has the key's state. The call fails."""
 

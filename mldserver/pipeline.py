@@ -166,6 +166,7 @@ class Pipeline:
                 "dead letters": parts.redriver.run(),
                 "drain": self._watch_drain(parts.coordinator),
                 "versions": parts.swap.run(),
+                "queries": parts.queries.run(parts.runtime, parts.lookups),
             }
             if parts.firing is not None:
                 works["timers"] = parts.firing.run()
@@ -216,6 +217,7 @@ class Pipeline:
         parts = self.parts
         if parts is None:
             return
+        parts.queries.published.pop(self.settings.pipeline, None)
         async with contextlib.AsyncExitStack() as closing:  # the stack closes in reverse order
             closing.push_async_callback(self._end, "ledger", partial(self._close_ledger, parts.ledger))
             if parts.letters is not None:

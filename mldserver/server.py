@@ -87,6 +87,7 @@ class Server:
             rng=random.Random(seed).random,  # noqa: S311  # jitter needs no cryptography
             drain=drain,
             driver=self._driver,
+            published={},
         )
         begun = None if endpoint is None else endpoint.open_steering
         make = partial(Function, around=around, begun=begun, forced=self._on_forced)

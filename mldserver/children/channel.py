@@ -249,12 +249,14 @@ class Channel(Generic[M]):
                 self.close()
 
 
-def send_now(end: socket.socket, message: Message, *, wait_seconds: float = 0.0) -> bool:
-    """Send a message from any thread, without the event loop.
+def send_now(
+    end: socket.socket, message: Message, files: Sequence[int] = (), *, wait_seconds: float = 0.0
+) -> bool:
+    """Send a message from any thread, without the event loop. ``files`` are closed here.
 
     Returns False if the socket stays full for ``wait_seconds``. Raises OSError if the other side is gone.
     """
-    data, files = _datagram([encode(message)], [])
+    data, files = _datagram([encode(message)], [*files])
     try:
         for wait in (wait_seconds, None):
             try:
@@ -277,11 +279,21 @@ def receive_now(end: socket.socket, kinds: Any) -> list[Any]:
 
     Raises WireError, and BlockingIOError when a non-blocking socket holds no frame.
     """
-    frame, files = _read(end, memoryview(bytearray(FRAME_BYTES + 1)))
+    messages, files = receive_with_files(end, kinds)
     _close(files)
+    return messages
+
+
+def receive_with_files(end: socket.socket, kinds: Any) -> tuple[list[Any], Descriptors]:
+    """Do as ``receive_now`` does, and return the files that came, too: they belong to the caller."""
+    frame, files = _read(end, memoryview(bytearray(FRAME_BYTES + 1)))
     if frame is None:
         raise BlockingIOError
-    return decode(kinds, frame) if frame else []
+    try:
+        return (decode(kinds, frame) if frame else []), files
+    except WireError:
+        _close(files)
+        raise
 
 
 def _datagram(messages: list[bytes], files: Descriptors) -> tuple[bytes, Descriptors]:

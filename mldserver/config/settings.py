@@ -302,7 +302,7 @@ class StreamSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class SparkSettings:
-    """Spark: where windows are computed."""
+    """Spark: where windows and queries are computed."""
 
     spark_master: str = setting(locations.spark_master, "local[*]", server=True)
     """Spark master, or a Spark Connect URL."""
@@ -315,6 +315,12 @@ class SparkSettings:
     )
     """Python that executors run; none: `PYSPARK_PYTHON`, then the server's Python on a local master,
     `python3` on others."""
+    query_concurrency: int = setting(kinds.count, 2, server=True)
+    """Queries of handlers (`ctx.sql`) that Spark runs at a time, of all functions together. Windows come first."""
+    query_timeout_seconds: float = setting(seconds(), 30.0)
+    """A query that takes longer, with all waiting, fails; at the latest it ends 2 s before the time of its hook is over."""
+    query_spill_bytes: int = rare(kinds.size(at_least=MIB), GIB)
+    """Largest result of a query with `stream=True`. It takes so much of the disk with Spark's temporary files."""
     java_home: Path | None = setting(kinds.optional(kinds.folder), None, server=True)
     """Java to run Spark with; none: `JAVA_HOME`, then `PATH`."""
 

@@ -10,12 +10,13 @@ Calls for one key never overlap, so a handler needs no lock around its state.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from datetime import datetime
+from collections.abc import Callable, Iterable, Mapping
+from datetime import datetime, timedelta
 from types import MappingProxyType
 from typing import Any, Final
 
-from mldserver.errors import NoKey
+from mldserver.errors import NoKey, QueryFailed
+from mldserver.handler.queries import CannedQueries, Queries, Rows, RowStream
 from mldserver.handler.timers import Timers, ms_at, time_at
 
 NO_SETTINGS: Final[Mapping[str, str]] = MappingProxyType({})
@@ -41,7 +42,7 @@ def replace_state(state: dict[str, Any], new: Mapping[str, Any]) -> None:
 class Context:
     """The context of one call. It is valid during the call only."""
 
-    __slots__ = ("_key", "_now", "_state", "_timers", "settings")
+    __slots__ = ("_key", "_now", "_queries", "_state", "_timers", "settings", "streams")
 
     settings: Mapping[str, str]
     """The server's setting ``handler_settings``, read-only: constants that differ from one environment to another."""
@@ -53,13 +54,20 @@ class Context:
         now: datetime | None = None,
         state: dict[str, Any] | None = None,
         settings: Mapping[str, str] = NO_SETTINGS,
+        sql: Callable[..., Iterable[Mapping[str, Any]]] | None = None,
     ) -> None:
-        """Create a context, for example in a test of a handler. ``now`` is an aware datetime; None: the Unix epoch."""
+        """Create a context, for example in a test of a handler. ``now`` is an aware datetime; None: the Unix epoch.
+
+        ``sql`` answers queries: called with the text, and with the values as keywords, it returns the rows as dicts.
+        """
         self._key = key
         self._now = now or time_at(0)
         self._state = {} if state is None else state
         self._timers = Timers(lambda: ms_at(self._now))
         self.settings = settings
+        self._queries: Queries | CannedQueries | None = None if sql is None else CannedQueries(sql)
+        self.streams: list[RowStream] = []
+        """The streams that the present call has begun. The server closes them after it."""
 
     @property
     def key(self) -> str:
@@ -105,3 +113,65 @@ class Context:
         """
         self.key  # noqa: B018  # raises NoKey
         return self._timers
+
+    def sql(
+        self,
+        text: str,
+        /,
+        *,
+        max_rows: int = 1000,
+        cache: str | float | timedelta | None = None,
+        stream: bool = False,
+        timeout: str | float | timedelta | None = None,
+        **values: Any,
+    ) -> Any:
+        """Run a query on the server's Spark session, wait for it, and return its ``Rows``.
+
+        ``:name`` in the text stands for one of ``values``: None, bool, int, float, str, bytes, Decimal, date or aware datetime.
+        It is never a part of the SQL text; the name of a table or column may be one through ``IDENTIFIER(:name)``.
+        The published windows of each function of the server are a view with the function's name.
+
+        The result has at most ``max_rows`` rows (up to 100,000) and 16 MiB. ``stream=True`` returns a ``RowStream`` of any number
+        of rows instead, up to ``query_spill_bytes``. ``cache`` is a duration: the process may answer with a result of the
+        same text and values that is no older. ``timeout`` is a duration that shortens the setting ``query_timeout``.
+
+        Raises QueryTooLarge beyond these limits, and QueryFailed if Spark refuses the query or the time is over; TypeError
+        and ValueError for values and limits that cannot be.
+        """
+        rows = self._spark().sql(text, values, max_rows=max_rows, cache=cache, stream=stream, timeout=timeout)
+        return self._kept(rows)
+
+    async def asql(
+        self,
+        text: str,
+        /,
+        *,
+        max_rows: int = 1000,
+        cache: str | float | timedelta | None = None,
+        stream: bool = False,
+        timeout: str | float | timedelta | None = None,  # noqa: ASYNC109  # the server enforces it
+        **values: Any,
+    ) -> Any:
+        """Do as ``sql`` does in an ``async`` hook. Cancelling the call cancels the query."""
+        rows = await self._spark().asql(
+            text, values, max_rows=max_rows, cache=cache, stream=stream, timeout=timeout
+        )
+        return self._kept(rows)
+
+    def _spark(self) -> Queries | CannedQueries:
+        if self._queries is None:
+            raise QueryFailed(
+                "There is no Spark session to ask.",
+                advice="Give the handler a schema: without one the server starts no Spark. In a test, give Context the argument sql.",
+            )
+        return self._queries
+
+    def _kept(self, rows: Rows | RowStream) -> Rows | RowStream:
+        if isinstance(rows, RowStream):
+            self.streams.append(rows)
+        return rows
+
+    def close_streams(self) -> None:
+        """Close the streams of the call, the latest first: the traceback of an error may keep their loops alive."""
+        while self.streams:
+            self.streams.pop().close()

@@ -19,6 +19,7 @@ from mldserver.handler.kclpy.amazon_kclpy import PACKAGE, checkpoint_error
 from mldserver.handler.kclpy.processor import ProcessorClass, accepts, problems, recognised, written
 from mldserver.handler.kept_modules import KeptModules
 from mldserver.handler.loader import Loaded, load, relative
+from mldserver.handler.queries import lookups_of, spec_of
 from mldserver.handler.spec import (
     RECORD_COLUMN,
     Finding,
@@ -122,6 +123,11 @@ class _Inspection:
         for line, text in refused_calls(self.source.functions, target, timers):
             self.findings.append(Finding(text, self.source.file, line))
         window_columns, writes_for_itself = self._output(hooks)
+        tables = lookups_of(target)
+        if tables and schema is None:
+            self._find(
+                "a Lookup needs Spark, which the server starts for handlers with a schema", next(iter(tables))
+            )
         self._check_spelling()
         if record_hook is None or any(finding.is_error for finding in self.findings):
             return None
@@ -146,6 +152,8 @@ class _Inspection:
             keyed,
             state_ttl_ms,
             timers,
+            tuple(spec_of(name, table) for name, table in tables.items()),
+            tables,
         )
 
     def _processor(self, cls: type, version: int) -> HandlerSpec | None:

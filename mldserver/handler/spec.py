@@ -22,6 +22,7 @@ from typing import Any, Final
 import pyarrow as pa
 
 from mldserver.handler.changes import ChangeHooks
+from mldserver.handler.queries import Lookup, LookupSpec
 from mldserver.windows import WINDOW_COLUMNS, Batches, WindowSpec, span_text
 
 RECORD_COLUMN = "record"
@@ -115,6 +116,10 @@ class HandlerSpec:
     """How long a key's state stays after its last write (``state_ttl``); None: until the handler deletes it."""
     timers: Mapping[str, TimerHook] = field(default_factory=dict)
     """The callbacks of timers by name (``timer``)."""
+    lookups: tuple[LookupSpec, ...] = ()
+    """Its lookup tables."""
+    tables: Mapping[str, Lookup] = field(default_factory=dict)
+    """Their objects by name, in a process that runs the handler."""
     code: dict[str, tuple[str, bytes]] = field(default_factory=dict, repr=False)
     """File and text of the user's modules by name, as they were loaded: what runs later runs the same (``Loaded.code``)."""
 

@@ -201,6 +201,12 @@ timer.skipped  warning  handler timers
     So many timers were later than ``max_lateness`` of their callback allows: the server removed them without a call.
 timer.unknown  warning  handler timers
     The store has so many timers whose callback the handler does not have: the server holds them.
+lookup.done  debug  lookup
+    A lookup table was computed, and the workers have it.
+lookup.failed  warning  lookup delay_seconds
+    A lookup table could not be computed: the workers keep the one before, and the server tries again.
+query.per_record  warning  queries records seconds
+    The handler makes so many queries that one Spark session cannot keep up: logged once.
 handler.output  info  stream text
     What the handler printed.
 flush.done  debug  rows segments late_rows bytes shards dead_letters seconds reason

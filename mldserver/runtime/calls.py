@@ -351,6 +351,8 @@ class Caller:
                 os._exit(1)  # the hook has forked: its child may not go on as another of this process
             returned.failure = bad_row(str(error)) if type(error) is BadRow else describe(error)
         finally:
+            if hook.context is not None:
+                hook.context.close_streams()
             asyncio._set_running_loop(loop)  # noqa: SLF001  # see above
         return returned
 
@@ -373,6 +375,8 @@ class Caller:
             context.record, context.at_ms, context.live, context.pending = record, at_ms, None, None
             value = function(record, context)
             value = value if type(value) in plain else convert(value)
+            if context.streams:
+                context.close_streams()
             if context.pending is not None:
                 context.join()
             elif context.live is not None:
@@ -438,8 +442,11 @@ class Caller:
             returned.values.append(value)
 
 
-def _with_context(function: Callable[..., Any], context: CallContext, argument: tuple[Any, int]) -> Any:
-    return function(context.begin(*argument), context)
+async def _with_context(function: Callable[..., Any], context: CallContext, argument: tuple[Any, int]) -> Any:
+    try:
+        return await function(context.begin(*argument), context)
+    finally:
+        context.close_streams()
 
 
 def _join(context: CallContext) -> Failure | None:

@@ -28,6 +28,7 @@ from mldserver.errors import HandlerInvalid, InternalError, StateMoved
 from mldserver.handler.context import NO_SETTINGS
 from mldserver.handler.failure import Failure
 from mldserver.handler.kclpy.processor import Processor
+from mldserver.handler.queries import Queries, QueryResult, QueryRunner, RequiredLookups, batches_of
 from mldserver.handler.spec import HandlerKind, HandlerSpec, RecordHook, windows_text
 from mldserver.protocol.batch_decoder import BatchDecoder
 from mldserver.records import Batch, Hook, Sequence, Shard
@@ -93,6 +94,8 @@ class InlineRuntime:
         mark: Callable[[int], None] = lambda _: None,
         state_bytes: int = STATE_BYTES,
         settings: Mapping[str, str] = NO_SETTINGS,
+        queries: QueryRunner | None = None,
+        query_seconds: float = 30.0,
     ) -> None:
         """Run a loaded handler. Raises HandlerInvalid when it does not support the requested lanes, or limit of times.
 
@@ -101,7 +104,8 @@ class InlineRuntime:
         time): then an asynchronous call is cancelled and has failed, and a synchronous one is logged. ``at_once``:
         call synchronous hooks on the event loop, unless the handler is ``blocking``. ``watched`` and
         ``mark``: as ``Caller`` has them. ``state_bytes``: the memory that the state of all stores may take here.
-        ``settings``: what the handler reads as ``ctx.settings``.
+        ``settings``: what the handler reads as ``ctx.settings``. ``queries`` runs its queries, each for ``query_seconds`` at
+        most; None: there is no Spark session.
         """
         lanes, is_async = concurrency or spec.concurrency, spec.hooks[spec.record_hook].is_async
         if lanes > 1 and spec.record_hook is not RecordHook.RECORD:
@@ -146,6 +150,11 @@ class InlineRuntime:
         self.state_bytes = state_bytes
         """The memory that the state of all stores may take here. The server changes it in a worker."""
         self._settings = MappingProxyType(dict(settings))
+        self._queries, self._required = None, RequiredLookups(() if queries is None else spec.lookups)
+        if queries is not None:
+            self._queries = Queries(
+                queries, seconds=query_seconds, deadline=deadline_seconds, steady_ms=clock.steady_ms
+            )
         self.deadlines = Deadlines(handler=spec.path, clock=clock, seconds=deadline_seconds)
         self._tools = tools = Tools(
             spec=spec,
@@ -192,6 +201,7 @@ class InlineRuntime:
         Under the policy ``halt`` it raises HandlerHalted after the policy's attempts; otherwise the shard waits,
         since it has no record to set aside yet, and from then on its failures are logged as errors.
         """
+        await self._required.wait()
         await self.forget(shard.id)
         await self._lanes_free()
         tools, failures = self._tools, 0
@@ -287,6 +297,16 @@ class InlineRuntime:
         opened = self._shards.get(shard_id)
         if opened is not None:
             opened.parked.pop(key, None)
+
+    async def fill_lookup(self, name: str, result: QueryResult) -> None:
+        """Replace the table of a lookup (see ``Runtime``)."""
+
+        def fill() -> None:
+            self._tools.spec.tables[name].fill(pa.Table.from_batches(list(batches_of(result))))
+
+        # It may be a million rows; calls go on with the old table meanwhile.
+        await asyncio.to_thread(fill)
+        self._required.note(name)
 
     async def forget(self, shard_id: str) -> None:
         """Drop the shard's handler."""
@@ -423,7 +443,7 @@ class InlineRuntime:
         late_rows = self._tools.late_rows
         assert late_rows is not None, "only keyed handlers have stores"
         for each in sharing.values():
-            context = CallContext(state, each.shard.id, self._settings, timers)
+            context = CallContext(state, each.shard.id, self._settings, timers, self._queries)
             for name in (spec.record_hook, TIMER_HOOK) if timers else (spec.record_hook,):
                 hook = replace(each.hooks[name], context=context, unchecked=None)
                 unchecked = replace(hook, plain=late_rows.plain, convert=late_rows.convert)

@@ -16,6 +16,7 @@ import msgspec
 
 from mldserver.effects import NOTHING, Effects
 from mldserver.errors import InternalError
+from mldserver.handler.queries import QueryResult
 from mldserver.protocol.batch_decoder import BatchDecoder
 from mldserver.protocol.messages import Line, Version
 from mldserver.protocol.wire_records import DecodedBatch
@@ -352,6 +353,12 @@ class Runtime(Protocol):
 
     async def unpark(self, shard_id: str, key: str) -> None:
         """Process the later records of a key again, from the next batch on: its dead letters are gone."""
+
+    async def fill_lookup(self, name: str, result: QueryResult) -> None:
+        """Replace the table of a lookup in each process of the handler, present and future. The result's file is closed.
+
+        Raises QueryFailed if the result is no table by key.
+        """
 
     async def forget(self, shard_id: str) -> None:
         """Drop the shard's handler state: its connection is gone, and no newer one has opened the shard."""

@@ -19,6 +19,7 @@ import pyarrow.compute as pc
 
 from mldserver.errors import KeyElsewhere, StateFull, StateTooLarge
 from mldserver.handler.context import NO_SETTINGS, Context, no_key, replace_state
+from mldserver.handler.queries import Queries
 from mldserver.handler.timers import Timer, Timers, time_at
 from mldserver.runtime.state_values import (
     MAX_ID_BYTES,
@@ -381,9 +382,11 @@ class CallContext(Context):
         shard_id: str,
         settings: Mapping[str, str] = NO_SETTINGS,
         hooks: Mapping[str, TimerHook] = NO_TIMERS,
+        queries: Queries | None = None,
     ) -> None:
         """Create the context of a shard that has its state in ``store``. ``hooks``: the handler's callbacks of timers."""
         super().__init__(settings=settings)
+        self._queries = queries
         self.store = store
         self.shard_id = shard_id
         self.began_ms = 0

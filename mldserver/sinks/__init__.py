@@ -52,6 +52,16 @@ class Sink(Protocol):
         """
 
 
+class FileTable(Protocol):
+    """What a sink has, too, whose tables are Parquet files."""
+
+    def files(self, sink: SinkSpec, /) -> tuple[str, ...]:
+        """Return the table's present files as Spark takes them, the latest window's last."""
+
+    def versions(self, sink: SinkSpec, /) -> dict[str, str]:
+        """Return by window the version of the table that its latest revision made, as far as the table remembers."""
+
+
 SINKS: Final[Mapping[str, tuple[Sink, str]]] = {
     "delta": (delta, "delta:PATH or delta:URI"),
     "iceberg": (iceberg, "iceberg:CATALOG.DATABASE.TABLE"),

@@ -130,6 +130,13 @@ def versions(sink: SinkSpec) -> dict[str, str]:
     return {entry[_WINDOW]: str(entry["version"]) for entry in reversed(entries) if _WINDOW in entry}
 
 
+def files(sink: SinkSpec) -> tuple[str, ...]:
+    """Return the table's present files as Spark takes them, the latest window's last."""
+    table = _table(sink)
+    found = [] if table is None else table.file_uris()
+    return tuple(sorted(spark_uri(file) if "://" in file else file for file in found))
+
+
 def _storage(sink: SinkSpec) -> dict[str, str]:
     """Return the library's options for the place: ``sink_options``, and for the rest what the URI says, as for ``out``."""
     if urlsplit(sink.target).scheme != "s3":

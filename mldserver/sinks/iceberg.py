@@ -17,6 +17,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
 from mldserver.base.kill_points import kill_point
+from mldserver.base.uris import spark_uri
 from mldserver.engine_jobs import PublishJob
 from mldserver.sinks import lake
 from mldserver.sinks.sink import (
@@ -122,6 +123,13 @@ def versions(sink: SinkSpec) -> dict[str, str]:
     snapshots = [] if table is None else sorted(table.snapshots(), key=lambda each: each.sequence_number or 0)
     summaries = ((each.summary, each.snapshot_id) for each in snapshots)
     return {window: str(number) for summary, number in summaries if summary and (window := summary[_WINDOW])}
+
+
+def files(sink: SinkSpec) -> tuple[str, ...]:
+    """Return the table's present files as Spark takes them, the latest window's last."""
+    table = _table(_catalog(sink), sink)
+    found = [] if table is None else [task.file.file_path for task in table.scan().plan_files()]
+    return tuple(sorted(spark_uri(file) if "://" in file else file for file in found))
 
 
 def _catalog(sink: SinkSpec) -> Catalog:

@@ -13,11 +13,13 @@ import msgspec
 import structlog
 
 from mldserver.engine_jobs import PublishJob, WindowJob, WindowResult
+from mldserver.handler.queries import Query, QueryResult
 from mldserver.jobs.engine import Deadline, EngineFacts, deadline_seconds
 from mldserver.sinks.sink import Owner
 from mldserver.spark.driver_functions import DriverFunction
 from mldserver.spark.driver_messages import LoadFunction, StartSession
 from mldserver.spark.shared_driver import SharedDriver
+from mldserver.spark.view import View
 
 log = structlog.get_logger("mldserver")
 
@@ -120,6 +122,13 @@ class SparkEngine:
         """Write an output into the table, waiting for a driver and for a free slot first. See ``Engine.publish``."""
         deadline = deadline_seconds(self.job_deadline, (job,))
         await self.driver.ask(self._function, job, deadline, self._on_slow)
+
+    async def query(self, query: Query, views: tuple[View, ...], max_bytes: int) -> QueryResult:
+        """Run a query of the handler, waiting for a driver and for a free slot first.
+
+        Raises QueryTooLarge beyond ``max_bytes``, QueryFailed and DriverLost. Cancelling the call cancels the query.
+        """
+        return await self.driver.query(self._function, query, views, max_bytes)
 
     def when_slow(self, call: Callable[[str], None]) -> None:
         """Call ``call`` when the ``on_window`` of a window is slow. See ``Engine.when_slow``."""

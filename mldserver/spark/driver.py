@@ -41,19 +41,17 @@ from mldserver.spark import driver_messages as wire
 from mldserver.spark import user_code
 from mldserver.spark.health import CLOSED, STOPPED, JobWatch
 from mldserver.spark.java import keep
-from mldserver.spark.session import DriverSession, open_session
+from mldserver.spark.session import MOST_POOLS, QUERIES, WINDOWS, DriverSession, open_session, pool_name
 from mldserver.windows import Window
 
 if TYPE_CHECKING:
+    from mldserver.spark.query_job import Views
     from mldserver.spark.window_job import WindowHook
 
 _CANCEL_AGAIN_SECONDS = 0.5
 
 _SLOW_SECONDS = 60.0
 """``on_window`` usually only builds a query, in milliseconds. A call that runs for a minute may hang."""
-
-_MOST_JOBS = 256
-"""Threads for jobs at most. The server has fewer under way: ``window_concurrency``, and those whose hooks are slow."""
 
 _DEATH_SECONDS = 5
 """How long after its calls began to fail a dying JVM may still be there."""
@@ -72,7 +70,7 @@ class _HookCall:
 
 @dataclass(slots=True)
 class _DriverJob:
-    request: wire.RunWindows | wire.Publish
+    request: wire.Job
     group: str
     """The name of its Spark job group. Never used twice: Spark refuses later jobs of a cancelled group."""
     cancelled: bool = False
@@ -93,12 +91,18 @@ class FunctionParts:
 
 @dataclass(kw_only=True)
 class Jobs:
-    """Runs what the server asks for, ``concurrency`` at a time, and answers each message exactly once."""
+    """Runs what the server asks for, and answers each message exactly once.
+
+    ``concurrency`` windows run at a time, and ``query_concurrency`` queries.
+    """
 
     session: DriverSession
-    send: Callable[[wire.Message], None]
-    """Called from any thread."""
+    send: Callable[..., None]
+    """Called from any thread with a message, and perhaps with files, which it closes."""
     concurrency: int
+    query_concurrency: int
+    scratch: str
+    """The folder for results of queries."""
     on_session_stopped: Callable[[], None]
     """Called from any thread when a job ends and its session can run no further job."""
     functions: dict[str, FunctionParts] = field(default_factory=dict)
@@ -107,14 +111,17 @@ class Jobs:
     _jobs: dict[int, _DriverJob] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._pool = ThreadPoolExecutor(self.concurrency, thread_name_prefix="window")
+        self._pool = ThreadPoolExecutor(self.concurrency, thread_name_prefix=WINDOWS)
+        self._query_pool = ThreadPoolExecutor(self.query_concurrency, thread_name_prefix=QUERIES)
+        self._views: Views | None = None
 
-    def start(self, request: wire.RunWindows | wire.Publish) -> None:
+    def start(self, request: wire.Job) -> None:
         """Queue a job; it begins when a thread is free."""
-        job = _DriverJob(request, f"mldserver-{request.id}-{request.job.window.id}")
+        job = _DriverJob(request, f"mldserver-{request.id}-{request.label.replace(' ', '-')}")
         with self._lock:
             self._jobs[request.id] = job
-        self._pool.submit(self._run_and_answer, job)
+        pool = self._query_pool if isinstance(request, wire.RunQuery) else self._pool
+        pool.submit(self._run_and_answer, job)
 
     def cancel(self, job_id: int) -> None:
         """Cancel a job in Spark, and return when it has ended. Does nothing for a job that was answered already."""
@@ -145,10 +152,10 @@ class Jobs:
         with self._lock:
             job.running = not job.cancelled
         answer: wire.Message
-        session_is_gone = False
+        session_is_gone, files = False, list[int]()
         try:
             if job.running:
-                answer = self._compute_or_publish(job)
+                answer = self._run(job, files)
             else:
                 text = "The job was cancelled before it began."
                 answer = wire.FailedJob(job.request.id, "Cancelled", text, cancelled=True)
@@ -163,7 +170,7 @@ class Jobs:
         with self._lock:
             del self._jobs[job.request.id]
         job.ended.set()
-        self.send(answer)
+        self.send(answer, files)
         with contextlib.suppress(Exception):  # a dying JVM raises; its watcher handles that
             session_is_gone = session_is_gone or self.session.is_stopped
         if session_is_gone:
@@ -188,29 +195,26 @@ class Jobs:
             advice=advice,
         )
 
-    def _compute_or_publish(self, job: _DriverJob) -> wire.JobDone:
-        """Do what the server requested in this thread: compute windows (``on_window``), or write an output into the table.
+    def _run(self, job: _DriverJob, files: list[int]) -> wire.JobDone | wire.QueryDone:
+        """Do what the server requested in this thread: compute windows (``on_window``), publish an output, or run a query.
 
-        The Spark jobs of it get a group (on Spark Connect: a tag), by which ``cancel`` finds them. Raises what the
-        user's code, Spark or the sink raises.
+        The Spark jobs of it get a group (on Spark Connect: a tag), by which ``cancel`` finds them. Files that go with the
+        answer are added to ``files``. Raises what the user's code, Spark or the sink raises.
         """
         from mldserver.spark.local_staging import can_stage_locally, compute_via_local_disk  # noqa: PLC0415  # pyarrow, as below
         from mldserver.spark.window_job import run_windows  # noqa: PLC0415  # pyspark, which the server never imports
 
         spark, request = self.session.spark, job.request
-        function = self.functions[request.function]
         if self.session.connect:
             spark.addTag(job.group)
         else:
-            count = len(request.jobs) if isinstance(request, wire.RunWindows) else 1
-            label = f"window {request.job.window.id}" + (f" and {count - 1} more" if count > 1 else "")
             # Cancelling must not interrupt threads: HDFS marks nodes as dead when a call to them is interrupted.
-            spark.sparkContext.setJobGroup(job.group, label, interruptOnCancel=False)
-            # The fair scheduler shares the cores among pools, and runs the jobs of one pool one after the other. With
-            # several functions each has its pool; the windows of an only function have one for each thread.
-            name = request.function if len(self.functions) > 1 else threading.current_thread().name
-            spark.sparkContext.setLocalProperty("spark.scheduler.pool", name)
+            spark.sparkContext.setJobGroup(job.group, request.label, interruptOnCancel=False)
+            spark.sparkContext.setLocalProperty("spark.scheduler.pool", self._scheduler_pool(request))
         try:
+            if isinstance(request, wire.RunQuery):
+                return self._query(request, files)
+            function = self.functions[request.function]
             if isinstance(request, wire.Publish):
                 if function.sink is None:
                     raise ValueError("no table was named to publish into")
@@ -230,6 +234,34 @@ class Jobs:
         finally:
             if self.session.connect:
                 spark.removeTag(job.group)
+
+    def _scheduler_pool(self, request: wire.Job) -> str:
+        """Return the job's pool of the fair scheduler.
+
+        It shares the cores among pools, and runs the jobs of one pool one after the other. Queries have one pool. With several
+        functions the windows of each have a pool; those of an only function have one for each thread.
+        """
+        if isinstance(request, wire.RunQuery):
+            return QUERIES
+        names = list(self.functions)
+        thread = int(threading.current_thread().name.rpartition("_")[2])
+        return pool_name(names.index(request.function) if len(names) > 1 else thread)
+
+    def _query(self, request: wire.RunQuery, files: list[int]) -> wire.QueryDone:
+        from mldserver.spark.query_job import Views, run_query  # noqa: PLC0415  # pyspark, which the server never imports
+
+        with self._lock:
+            views = self._views = self._views or Views(self.session.spark)
+        result = run_query(
+            self.session.spark,
+            views,
+            request.views,
+            request.query,
+            max_bytes=request.max_bytes,
+            folder=self.scratch,
+        )
+        files.append(result.file)
+        return wire.QueryDone(request.id, result.order)
 
     @contextlib.contextmanager
     def _record_hook_call(self, job: _DriverJob, window: Window) -> Iterator[None]:
@@ -268,10 +300,10 @@ class Driver:
     """The local folders of warm-up windows."""
     _stopping: bool = False
 
-    def send(self, message: wire.Message) -> None:
-        """Send a message from any thread. If that fails, the server is gone: kill this process."""
+    def send(self, message: wire.Message, files: Sequence[int] = ()) -> None:
+        """Send a message from any thread; ``files`` are closed. If that fails, the server is gone: kill this process."""
         try:
-            send_now(self._sock, message)
+            send_now(self._sock, message, files)
         except OSError:
             self.die()
 
@@ -300,7 +332,7 @@ class Driver:
                 ).start()
             case wire.LoadFunction():
                 self._loads.put(message)
-            case wire.RunWindows() | wire.Publish() if self._jobs is not None:
+            case wire.RunWindows() | wire.Publish() | wire.RunQuery() if self._jobs is not None:
                 self._jobs.start(message)
             case wire.CancelJob() if self._jobs is not None:
                 threading.Thread(
@@ -355,7 +387,9 @@ class Driver:
         jobs = Jobs(
             session=session,
             send=self.send,
-            concurrency=_MOST_JOBS,
+            concurrency=MOST_POOLS,
+            query_concurrency=start.query_concurrency,
+            scratch=start.scratch,
             on_session_stopped=partial(self._send_and_die, wire.Health(STOPPED, over=True)),
         )
         watch.report_slow = jobs.report_slow

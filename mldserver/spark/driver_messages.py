@@ -1,9 +1,9 @@
 """What the server and the Spark driver's process say to each other (``children/channel.py`` carries it).
 
-server → driver    StartSession, then any number of LoadFunction, RunWindows, Publish and CancelJob, then Stop (or the end
-                   of the socket)
-driver → server    Started (or StartFailed), for each LoadFunction once FunctionLoaded or LoadFailed, and for each RunWindows and
-                   Publish once JobDone or FailedJob; HookSlow while an ``on_window`` runs for long; Health and Log at any time, JvmGone at the end
+server → driver    StartSession, then any number of LoadFunction, RunWindows, Publish, RunQuery and CancelJob, then Stop (or
+                   the end of the socket)
+driver → server    Started (or StartFailed), for each LoadFunction once FunctionLoaded or LoadFailed, and for each RunWindows,
+                   Publish and RunQuery once JobDone (QueryDone) or FailedJob; HookSlow while an ``on_window`` runs for long; Health and Log at any time, JvmGone at the end
 
 An error is put into a message for the person who wrote ``on_window``. A failed call into Spark brings fifty lines of py4j
 and Java with it. What helps is the sentence of the innermost error and the user's own frames; that is what is kept.
@@ -26,7 +26,9 @@ import msgspec
 from mldserver.children import channel
 from mldserver.engine_jobs import PublishJob, WindowJob  # msgspec reads them
 from mldserver.handler.loader import is_library, relative
+from mldserver.handler.queries import Query  # msgspec reads it
 from mldserver.sinks.sink import Owner, SinkSpec  # msgspec reads them
+from mldserver.spark.view import View  # msgspec reads it
 
 WARM_UP: Final = "-warm-up"
 """What the folder of a warm-up's window has behind the scratch folder's name, where the output is a local folder."""
@@ -49,6 +51,8 @@ class StartSession(channel.Message, frozen=True):
     train: bool = False
     """True: this life only writes ``archive``: no handler is loaded, other processes come first."""
     concurrency: int = 1
+    query_concurrency: int = 2
+    """How many queries of handlers run at a time, beside windows."""
     app_name: str = "mldserver"
     """What the cluster, the UI and the event log call the application, unless ``conf`` does."""
     py_files: tuple[str, ...] = ()
@@ -93,9 +97,10 @@ class RunWindows(channel.Message, frozen=True):
     """Whose windows they are."""
 
     @property
-    def job(self) -> WindowJob:
-        """The first: what a group is named after."""
-        return self.jobs[0]
+    def label(self) -> str:
+        """What Spark's pages call the job."""
+        more = f" and {len(self.jobs) - 1} more" if self.jobs[1:] else ""
+        return f"window {self.jobs[0].window.id}{more}"
 
 
 class Publish(channel.Message, frozen=True):
@@ -105,6 +110,29 @@ class Publish(channel.Message, frozen=True):
     job: PublishJob
     function: str = ""
     """Whose table that is."""
+
+    @property
+    def label(self) -> str:
+        """What Spark's pages call the job."""
+        return f"window {self.job.window.id}"
+
+
+class RunQuery(channel.Message, frozen=True):
+    """Run a query of a handler, under an id of the same kind."""
+
+    id: int
+    query: Query
+    views: tuple[View, ...]
+    """Those that it names, as they are now."""
+    max_bytes: int
+    """Of the result's file."""
+    function: str = ""
+    """Whose handler asks."""
+
+    @property
+    def label(self) -> str:
+        """What Spark's pages call the job."""
+        return f"query of {self.function}"
 
 
 class CancelJob(channel.Message, frozen=True):
@@ -180,6 +208,14 @@ class JobDone(channel.Message, frozen=True):
     """In the order of the jobs; none for a Publish."""
 
 
+class QueryDone(channel.Message, frozen=True):
+    """A query has a result, whose file comes too."""
+
+    id: int
+    order: tuple[int, ...]
+    """As in ``QueryResult``."""
+
+
 class FailedJob(channel.Message, frozen=True):
     """The job failed or was cancelled; its staging directory may hold anything."""
 
@@ -218,7 +254,8 @@ class Log(channel.Message, frozen=True):
     text: str
 
 
-FromServer = StartSession | LoadFunction | RunWindows | Publish | CancelJob | Stop
+Job = RunWindows | Publish | RunQuery
+FromServer = StartSession | LoadFunction | Job | CancelJob | Stop
 FromDriver = (
     Started
     | StartFailed
@@ -226,6 +263,7 @@ FromDriver = (
     | LoadFailed
     | HookSlow
     | JobDone
+    | QueryDone
     | FailedJob
     | Health
     | JvmGone

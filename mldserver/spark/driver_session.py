@@ -27,10 +27,12 @@ from mldserver.base.uris import redaction, secrets_in
 from mldserver.children.channel import Channel, Descriptors
 from mldserver.children.process import ChildProcess, ending
 from mldserver.engine_jobs import PublishJob, WindowJob
-from mldserver.errors import DriverLost, WindowFailed, without_messages
+from mldserver.errors import DriverLost, QueryFailed, QueryTooLarge, WindowFailed, without_messages
+from mldserver.handler.queries import Query, QueryResult, discard
 from mldserver.observe.logging import LineLimit
 from mldserver.spark import driver_messages as wire
 from mldserver.spark.driver_functions import LoadedFunctions
+from mldserver.spark.view import View
 
 log = structlog.get_logger("mldserver")
 
@@ -105,7 +107,7 @@ class Life:
         """Set when the driver can send no further message."""
         self._ids = itertools.count(1)
         self.waiting: dict[
-            int, tuple[wire.RunWindows | wire.Publish, asyncio.Future[wire.JobDone | wire.FailedJob]]
+            int, tuple[wire.Job, asyncio.Future[wire.JobDone | QueryResult | wire.FailedJob]]
         ] = {}
         """By id: each job that the driver has not answered, and the future for its answer."""
         self._on_slow: dict[int, Callable[[str], None]] = {}
@@ -277,8 +279,11 @@ class Life:
         message = wire.RunWindows if isinstance(work, tuple) else wire.Publish
         request = message(job_id, work, function)  # type: ignore[arg-type]  # each takes its own kind of work
         # An error of several windows names none: any of them may be the cause.
-        where = {} if isinstance(work, tuple) and work[1:] else {"window": request.job.window.id}
-        answer: asyncio.Future[wire.JobDone | wire.FailedJob] = asyncio.get_running_loop().create_future()
+        first = work[0] if isinstance(work, tuple) else work
+        where = {} if isinstance(work, tuple) and work[1:] else {"window": first.window.id}
+        answer: asyncio.Future[wire.JobDone | QueryResult | wire.FailedJob] = (
+            asyncio.get_running_loop().create_future()
+        )
         self.waiting[job_id] = (request, answer)
         self._on_slow[job_id] = on_slow
         self._busy.add(job_id)
@@ -296,6 +301,7 @@ class Life:
             result = answer.result()
             if isinstance(result, wire.JobDone):
                 return result.outputs
+            assert isinstance(result, wire.FailedJob), "only queries have results"
             what = self._redacted(f"{result.error}: {result.message}")
             traceback = self._redacted(result.traceback)
             failed = WindowFailed(what, advice=result.advice, traceback=traceback, **where)
@@ -314,6 +320,34 @@ class Life:
                 self._tasks.create_task(
                     self._kill_unless_set(ended, self._cancel_grace, reason, self._clock, function)
                 )
+
+    async def query(
+        self, function: str, query: Query, views: tuple[View, ...], max_bytes: int
+    ) -> QueryResult:
+        """Have the driver run a query of a function's handler. Cancelling this call cancels the query.
+
+        Raises QueryTooLarge and QueryFailed, and DriverLost if the driver dies.
+        """
+        if self.over.is_set():
+            raise self._lost_error("server")
+        job_id = next(self._ids)
+        request = wire.RunQuery(job_id, query, views, max_bytes, function)
+        answer: asyncio.Future[wire.JobDone | QueryResult | wire.FailedJob] = (
+            asyncio.get_running_loop().create_future()
+        )
+        self.waiting[job_id] = (request, answer)
+        try:
+            self._channel.send(request)
+            result = await answer
+        finally:
+            if self.waiting.pop(job_id, None) is not None and not self.over.is_set():
+                self._channel.send(wire.CancelJob(job_id))
+        if isinstance(result, QueryResult):
+            return result
+        assert isinstance(result, wire.FailedJob), "only windows have outputs"
+        error = QueryTooLarge if result.error == QueryTooLarge.__name__ else QueryFailed
+        text = result.message if error is QueryTooLarge else f"{result.error}: {result.message}"
+        raise error(self._redacted(text), advice=result.advice)
 
     def _no_longer_busy(self, job_id: int) -> None:
         self._busy.discard(job_id)
@@ -351,7 +385,7 @@ class Life:
         await asyncio.sleep(_DRAIN_SECONDS)
         self._disconnected.set()
 
-    def _handle(self, message: wire.FromDriver, _files: Descriptors) -> None:
+    def _handle(self, message: wire.FromDriver, files: Descriptors) -> None:
         """Store what a message of the driver reports, and wake its waiters. Called by the channel for each message."""
         match message:
             case wire.Started():
@@ -361,8 +395,8 @@ class Life:
                 self.warm.set()
             case wire.StartFailed() | wire.LoadFailed():
                 self._accept_failure(message)
-            case wire.JobDone() | wire.FailedJob():
-                self._accept_answer(message)
+            case wire.JobDone() | wire.FailedJob() | wire.QueryDone():
+                self._accept_answer(message, files)
             case wire.HookSlow() if message.id in self.waiting:  # else the job was cancelled
                 self._report_slow(message)
             case wire.Health():
@@ -389,14 +423,20 @@ class Life:
         else:
             self.failed = message
 
-    def _accept_answer(self, message: wire.JobDone | wire.FailedJob) -> None:
-        """Give a job's answer to the call of ``ask`` that waits for it, or note that a cancelled job has ended."""
+    def _accept_answer(
+        self, message: wire.JobDone | wire.QueryDone | wire.FailedJob, files: Descriptors
+    ) -> None:
+        """Give a job's answer to the call that waits for it, or note that a cancelled job has ended."""
         if message.id in self._cancelling:
             self._cancelling.pop(message.id)[1].set()
+        result: wire.JobDone | wire.FailedJob | QueryResult
+        result = QueryResult(files.pop(0), message.order) if isinstance(message, wire.QueryDone) else message
         _, answer = self.waiting.pop(message.id, (None, None))
         if answer is not None and not answer.done():
-            self.jobs_done += isinstance(message, wire.JobDone)
-            answer.set_result(message)
+            self.jobs_done += not isinstance(result, wire.FailedJob)
+            answer.set_result(result)
+        elif isinstance(result, QueryResult):
+            discard(result)
 
     def _report_slow(self, message: wire.HookSlow) -> None:
         """Log that a window's ``on_window`` is slow. If the job has several windows, fail it: the slow one holds the others."""

@@ -62,6 +62,15 @@ _LOCAL = {
     "spark.sql.files.openCostInBytes": "262144",
 }
 
+WINDOWS = "windows"
+QUERIES = "queries"
+"""The pool of the fair scheduler that queries of handlers share."""
+MOST_POOLS = 256
+"""Threads for windows at most, each with a pool. The server has fewer jobs under way: ``window_concurrency``, and those whose
+hooks are slow."""
+_WEIGHT = 4
+"""The weight of a pool of windows; that of queries is 1. So a window gets four of five cores while queries wait."""
+_POOLS = "pools.xml"
 _LOG_SETTINGS = "log4j2.properties"
 _SECRETS = "secrets.properties"
 
@@ -77,15 +86,27 @@ appender.stderr.layout.eventTemplate = {\
 "logger": {"$resolver": "logger", "field": "name"}, \
 "msg": {"$resolver": "message", "stringified": true}, \
 "exception": {"$resolver": "exception", "field": "stackTrace", "stackTrace": {"stringified": true}}}
-logger.pools.name = org.apache.spark.scheduler.FairSchedulableBuilder
-logger.pools.level = error
 """
 """One JSON object a line on stderr, which the server passes into its own log. Spark's own setting for it,
-``spark.log.structuredLogging.enabled``, was seen to do nothing for a session that Python starts (4.3). The scheduler
-warns at the first job of each pool that the pool is not configured: it needs no configuration here."""
+``spark.log.structuredLogging.enabled``, was seen to do nothing for a session that Python starts (4.3)."""
 
 _LAUNCHER_OPTIONS = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
 """For the small JVM that only computes the command line of the real one."""
+
+
+def pool_name(number: int) -> str:
+    """Return the name of a pool of the fair scheduler for windows."""
+    return f"{WINDOWS}-{number % MOST_POOLS}"
+
+
+def _pools() -> str:
+    """Return the pools of the fair scheduler, as Spark reads them."""
+    weights = {QUERIES: 1} | {pool_name(number): _WEIGHT for number in range(MOST_POOLS)}
+    pools = (
+        f'<pool name="{name}"><schedulingMode>FIFO</schedulingMode><weight>{weight}</weight><minShare>0</minShare></pool>'
+        for name, weight in weights.items()  # Spark warns of what is left out
+    )
+    return f'<?xml version="1.0"?>\n<allocations>{"".join(pools)}</allocations>\n'
 
 
 def is_connect(master: str) -> bool:
@@ -126,9 +147,9 @@ def defaults(start: StartSession, cores: int) -> dict[str, str]:
         # Hadoop's default umask is 022: published windows would be open under a tighter one, and executors of another
         # user could not write under a wider one.
         ours["spark.hadoop.fs.permissions.umask-mode"] = f"{umask():03o}"
-    if start.concurrency > 1:
-        # Windows that run at the same time share the cores instead of queueing behind the first.
-        ours["spark.scheduler.mode"] = "FAIR"
+    # Windows and queries that run at the same time share the cores instead of queueing behind the first.
+    ours["spark.scheduler.mode"] = "FAIR"
+    ours["spark.scheduler.allocation.file"] = (Path(start.scratch) / _POOLS).as_uri()
     if is_local(start.master):
         ours |= _LOCAL
         ours["spark.sql.shuffle.partitions"] = str(cores)
@@ -258,6 +279,7 @@ def open_session(start: StartSession) -> DriverSession:
     connect = is_connect(start.master)
     scratch, secrets = Path(start.scratch), secret_settings(start)
     (scratch / _LOG_SETTINGS).write_text(_LOG4J)
+    (scratch / _POOLS).write_text(_pools())
     (scratch / _SECRETS).write_text(as_text(secrets))
     cores = os.cpu_count() or 1
     builder: Any = SparkSession.builder

@@ -41,6 +41,7 @@ from mldserver.errors import (
     MldserverError,
     OperatorError,
 )
+from mldserver.handler.queries import Query, QueryResult
 from mldserver.jobs.engine import EngineFacts
 from mldserver.jobs.run_gate import RunGate
 from mldserver.spark.driver_functions import DriverFunction, error_of, excluded
@@ -63,6 +64,7 @@ from mldserver.spark.java import Java, probe
 from mldserver.spark.session import environment, is_connect, is_local
 from mldserver.spark.slots import FairSlots
 from mldserver.spark.trainer import train
+from mldserver.spark.view import View
 
 log = structlog.get_logger("mldserver")
 
@@ -111,6 +113,7 @@ class SharedDriver:
         """The driver that serves, or that starts while none serves."""
         self.start_seconds: float | None = None
         self._slots = FairSlots(self.setup.concurrency)
+        self._query_slots = FairSlots(self.setup.query_concurrency)
         self._changed = asyncio.Event()
         """Set and replaced at each change that a waiting task may have to see."""
         self._lives: list[Life] = []
@@ -244,6 +247,16 @@ class SharedDriver:
                     on_slow(window_id)
 
                 return await life.ask(function.name, work, deadline, slow)
+
+    async def query(
+        self, function: DriverFunction, query: Query, views: tuple[View, ...], max_bytes: int
+    ) -> QueryResult:
+        """Run a query, as ``Life.query``; wait for a driver and a slot first."""
+        while True:
+            await self.ready(function)
+            async with self._query_slots.hold(function.name):
+                if (life := self.serving(function)) is not None:
+                    return await life.query(function.name, query, views, max_bytes)
 
     # The life of drivers.
 

@@ -32,12 +32,14 @@ from mldserver.children.parent_death import die_with_parent
 from mldserver.errors import InternalError, MldserverError
 from mldserver.handler.inspection import load_spec
 from mldserver.handler.kept_modules import KeptModules
+from mldserver.handler.queries import QueryResult
 from mldserver.observe.logging import set_level
 from mldserver.records import Hook, Sequence, Shard, pack_sequence, unpack_sequence
 from mldserver.runtime.inline import InlineRuntime
 from mldserver.runtime.interface import BatchOutcome, Begun, Delivery, outcome_of, unpacked
 from mldserver.workers import wire
 from mldserver.workers.shared_memory import Mark, rows_bytes, rows_file
+from mldserver.workers.worker_queries import WorkerQueries
 from mldserver.workers.worker_reports import Heartbeat, forwarding_logs
 
 STACKS_SIGNAL: Final = signal.SIGUSR1
@@ -82,6 +84,7 @@ class Child:
         """When the first unsent answer was queued."""
         self._arena: memoryview = memoryview(b"")
         self._pipeline = ""
+        self._queries: WorkerQueries | None = None
         self._channel = Channel[Any](end, wire.FromServer, receive=self._receive, ended=self._hung_up)
 
     @classmethod
@@ -127,6 +130,8 @@ class Child:
                     mark=self._mark.add,
                     state_bytes=start.state_bytes,
                     settings=start.settings,
+                    queries=self._queries,
+                    query_seconds=start.query_seconds,
                 )
                 await runtime.start()
             except MldserverError as error:
@@ -145,7 +150,7 @@ class Child:
                 await runtime.run()
             await self._over.wait()
 
-    def _receive(self, message: Any, files: Descriptors) -> None:  # noqa: C901  # one case for each kind of message
+    def _receive(self, message: Any, files: Descriptors) -> None:  # noqa: C901, PLR0912  # one case for each kind of message
         match message:
             case wire.Process():
                 self._process(message, self._line(message, files))
@@ -165,6 +170,9 @@ class Child:
             case wire.Forget():
                 # Run at once: dropping a shard does not wait for a call that hangs.
                 self._begin(message, self._runtime.forget(message.shard), behind=False)
+            case wire.FillLookup():
+                result = QueryResult(files.pop(0), message.order)
+                self._begin(message, self._runtime.fill_lookup(message.name, result), behind=False)
             case wire.CancelRequest():
                 # What follows for its shard begins when it has ended all the same.
                 if message.id in self._tasks and message.id not in self._cancelled:
@@ -184,6 +192,8 @@ class Child:
                 self._arena = memoryview(mmap.mmap(file, message.arena_bytes, prot=mmap.PROT_READ))
                 self._mark = Mark(file)
                 os.close(file)
+                if files:
+                    self._queries = WorkerQueries(socket.socket(fileno=files.pop(0)))
                 self._start.set_result(message)
 
     def _begin(self, message: wire.WorkerRequest, work: _Work, *, behind: bool = True) -> None:

@@ -41,10 +41,13 @@ def differences(before: HandlerSpec, now: HandlerSpec) -> list[str]:
     kinds = [str(spec.kind) for spec in (before, now)]
     state = ["used" if spec.keyed else "not used" for spec in (before, now)]
     timers = ["present" if spec.timers else "absent" for spec in (before, now)]
-    names = ("the schema", "windows", "the kind of handler", "keyed state", "a callback of timers")
+    lookups = [", ".join(each.name for each in spec.lookups) or "none" for spec in (before, now)]
+    if before.lookups != now.lookups and lookups[0] == lookups[1]:
+        lookups[1] += " with another query or interval"
+    names = ("the schema", "windows", "the kind of handler", "keyed state", "a callback of timers", "lookups")
     return [
         f"{name} was {then}, and is {is_}"
-        for name, (then, is_) in zip(names, (schemas, windows, kinds, state, timers), strict=True)
+        for name, (then, is_) in zip(names, (schemas, windows, kinds, state, timers, lookups), strict=True)
         if then != is_
     ]
 

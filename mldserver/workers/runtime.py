@@ -28,6 +28,7 @@ from mldserver.base.clock import Clock, SystemClock
 from mldserver.errors import HandlerLost, InternalError, OperatorError, StateMoved
 from mldserver.handler.context import NO_SETTINGS
 from mldserver.handler.failure import Failure
+from mldserver.handler.queries import QueryResult, RequiredLookups
 from mldserver.handler.spec import HandlerSpec
 from mldserver.records import Hook, Sequence, Shard, unpack_sequence
 from mldserver.runtime.failure_policy import FailurePolicy, OnFailure
@@ -44,6 +45,7 @@ from mldserver.workers.shared_memory import Held
 from mldserver.workers.standby import StandbyWorkers
 from mldserver.workers.worker import Limits, WorkerSlot, place, spread
 from mldserver.workers.worker_process import INLINE_BYTES, Unopened, WorkerGone, WorkerProcess, message_of
+from mldserver.workers.worker_queries import QueryPort
 
 log = structlog.get_logger("mldserver")
 
@@ -75,6 +77,8 @@ class WorkerRuntime:
         settings: Mapping[str, str] = NO_SETTINGS,
         log_level: int = 20,
         code: dict[str, tuple[str, bytes]] | None = None,
+        queries: QueryPort | None = None,
+        query_seconds: float = 30.0,
     ) -> None:
         """Run the handler at a dotted path. The workers import it; the server never does.
 
@@ -96,9 +100,10 @@ class WorkerRuntime:
             state_bytes=state_bytes,
             settings=dict(settings),
             log_level=log_level,
+            query_seconds=query_seconds,
             code=code or {},
         )
-        self._standby = StandbyWorkers(start, clock=clock)
+        self._standby = StandbyWorkers(start, clock=clock, queries=queries)
         self.workers = self._workers = [
             WorkerSlot(number, fresh=self._standby.acquire, limits=limits, clock=clock)
             for number in range(workers)
@@ -139,6 +144,7 @@ class WorkerRuntime:
     async def load(self) -> HandlerSpec:
         """Start a first process and return what it found in the handler. Raises HandlerError."""
         self.spec = wire.spec_of(self._standby.handler, await self._standby.first())
+        self._required = RequiredLookups(self.spec.lookups)
         return self.spec
 
     async def reload(
@@ -203,6 +209,7 @@ class WorkerRuntime:
 
     async def open(self, shard: Shard, snapshot: SnapshotSource | None = None) -> None:
         """Open a shard (see ``Runtime.open``). If this ends the process, retry; ``halt`` limits the retries."""
+        await self._required.wait()
         await self._stores.add(shard.id, snapshot)
         self._shards[shard.id] = shard
         self._parked.pop(shard.id, None)
@@ -250,6 +257,13 @@ class WorkerRuntime:
         """Process later records of a key again (see ``Runtime.unpark``)."""
         if self._parked.get(shard_id, {}).pop(key, None) is not None:
             await self._until_done(shard_id, lambda id_: wire.Unpark(id_, shard_id, key))
+
+    async def fill_lookup(self, name: str, result: QueryResult) -> None:
+        """Replace the table of a lookup (see ``Runtime``)."""
+        await self._standby.replace_lookup(
+            name, result, lambda: [each for worker in self._workers if (each := worker.present) is not None]
+        )
+        self._required.note(name)
 
     async def forget(self, shard_id: str) -> None:
         """Drop the shard's handler."""

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import os
 from collections import deque
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from functools import partial
 from typing import Final
 
@@ -16,10 +16,12 @@ from msgspec.structs import replace
 from mldserver.base.backoff import Backoff
 from mldserver.base.clock import Clock
 from mldserver.children.supervise import ChildExit, supervise
-from mldserver.errors import HandlerError, HandlerInvalid
+from mldserver.errors import HandlerError, HandlerInvalid, QueryFailed
+from mldserver.handler.queries import QueryResult, discard
 from mldserver.handler.spec import HandlerSpec
 from mldserver.workers import wire
 from mldserver.workers.worker_process import WorkerGone, WorkerProcess
+from mldserver.workers.worker_queries import QueryPort
 
 log = structlog.get_logger("mldserver")
 
@@ -35,9 +37,12 @@ _LONG_MS: Final = 30_000
 class StandbyWorkers:
     """Keeps one process ready, and starts more, several at a time, while workers wait for one."""
 
-    def __init__(self, start: wire.StartWorker, *, clock: Clock) -> None:
-        """``start`` is the first message to each process."""
+    def __init__(self, start: wire.StartWorker, *, clock: Clock, queries: QueryPort | None = None) -> None:
+        """``start`` is the first message to each process; ``queries`` runs the handler's queries."""
         self._start = start
+        self._queries = queries
+        self._lookups: dict[str, tuple[int, QueryResult]] = {}
+        """The present table of each lookup, with a serial number. A process gets them before it is ready."""
         self.handler = start.handler
         """The handler's dotted path."""
         self._clock = clock
@@ -67,7 +72,7 @@ class StandbyWorkers:
         the next one would exit too.
         """
         for attempt in range(1, _FIRST_STARTS + 1):
-            process = await WorkerProcess.start(self._start, self._clock)
+            process = await WorkerProcess.start(self._start, self._clock, self._queries)
             process.again = False
             try:
                 loaded = await self._load(process, None)
@@ -103,11 +108,12 @@ class StandbyWorkers:
             start = replace(start, python_path=path, directory=directory)
         try:
             for _ in range(count):
-                started.append(await WorkerProcess.start(start, self._clock))
+                started.append(await WorkerProcess.start(start, self._clock, self._queries))
                 started[-1].again = len(started) > 1
                 try:
                     async with asyncio.timeout(_LOAD_SECONDS):
                         loaded.append(await started[-1].loaded())
+                        await self.fill_lookups(started[-1])
                 except TimeoutError:
                     raise HandlerInvalid(_TOO_LONG) from None
                 except WorkerGone as gone:
@@ -166,10 +172,42 @@ class StandbyWorkers:
         for process in self._ready:
             process.send(wire.LogLevel(level))
 
+    async def replace_lookup(
+        self, name: str, result: QueryResult, others: Callable[[], Iterable[WorkerProcess]]
+    ) -> None:
+        """Replace the table of a lookup in processes that are ready and in ``others``, and in later ones.
+
+        Raises QueryFailed if the result is no table by key.
+        """
+        old = self._lookups.pop(name, None)
+        self._lookups[name] = (0 if old is None else old[0]) + 1, result
+        try:
+            for process in {*self._ready, *others()}:
+                with contextlib.suppress(WorkerGone):  # the process after it gets the table at its start
+                    await self.fill_lookups(process)
+        except QueryFailed:
+            discard(self._lookups.pop(name)[1])
+            if old is not None:
+                self._lookups[name] = old
+            raise
+        if old is not None:
+            discard(old[1])
+
+    async def fill_lookups(self, process: WorkerProcess) -> None:
+        """Give a process the tables of lookups that it does not have. Raises WorkerGone and QueryFailed."""
+        for name in tuple(self._lookups):
+            serial, result = self._lookups[name]
+            if process.lookups.get(name, 0) < serial:
+                process.lookups[name] = serial
+                message = wire.FillLookup(next(process.ids), "", name, result.order)
+                await process.ask(message, (os.dup(result.file),))
+
     async def close(self) -> None:
-        """End the processes that are ready."""
+        """End the processes that are ready, and let the tables of lookups go."""
         while self._ready:
             await self._ready.popleft().close()
+        while self._lookups:
+            discard(self._lookups.popitem()[1][1])
 
     async def _start_one(self) -> ChildExit | None:
         """Start a process once another is needed. Return how it ended if it failed, or if a process that was ready has ended."""
@@ -182,7 +220,7 @@ class StandbyWorkers:
             await self._changed.wait()
         self._starting += 1
         try:
-            process = await WorkerProcess.start(self._start, self._clock)
+            process = await WorkerProcess.start(self._start, self._clock, self._queries)
             await self._load(process, _LOAD_SECONDS)
         except TimeoutError:
             return _exit(_TOO_LONG)
@@ -202,6 +240,7 @@ class StandbyWorkers:
         try:
             async with asyncio.timeout(seconds):
                 loaded = await process.loaded()
+                await self.fill_lookups(process)
         except BaseException:
             await process.close()
             raise

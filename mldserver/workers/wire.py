@@ -1,9 +1,15 @@
 """The messages between server and worker (``children/channel.py`` carries them), and the values that cross.
 
     server → worker    StartWorker, then once WorkerNumber, and any number of Open, Process, Notify, Park, Unpark, Forget,
-                       CancelRequest, LogLevel and StateRoom. The end of the socket ends the worker.
+                       FillLookup, CancelRequest, LogLevel and StateRoom. The end of the socket ends the worker.
     worker → server    HandlerLoaded, or Failed with id 0. Then BeatMessage and ForwardedLog at any time; BatchDone once for
                        each Process, Finished once for each other request, or Failed for any of them.
+
+Queries of the handler have a socket of their own, because a hook may wait for one on the worker's event loop
+(``worker_queries.py``):
+
+    worker → server    RunQuery and CancelRequest
+    server → worker    QueryDone or Failed, once for each RunQuery
 
 A sequence's number has up to 56 digits: it crosses as bytes (``pack_sequence``).
 """
@@ -23,6 +29,7 @@ from mldserver import errors
 from mldserver.children.channel import Descriptors, Message
 from mldserver.effects import NOTHING, Effects
 from mldserver.errors import InternalError, MldserverError, StateMoved
+from mldserver.handler.queries import LookupSpec, Query  # msgspec reads them
 from mldserver.handler.spec import (
     Finding,
     HandlerKind,
@@ -41,7 +48,7 @@ from mldserver.workers.shared_memory import rows_from, rows_in
 
 
 class StartWorker(Message, frozen=True):
-    """The first message; the arena's descriptor comes with it."""
+    """The first message. The arena's descriptor and that of the socket for queries come with it."""
 
     pipeline: str
     handler: str
@@ -58,6 +65,8 @@ class StartWorker(Message, frozen=True):
     settings: dict[str, str]
     """What the handler reads as ``ctx.settings``."""
     log_level: int
+    query_seconds: float = 30.0
+    """How long a query may take."""
     code: dict[str, tuple[str, bytes]] = msgspec.field(default_factory=dict)
     """The user's modules as the first process loaded them (``HandlerSpec.code``). Empty: load them from the disk."""
 
@@ -144,8 +153,31 @@ class Forget(WorkerRequest, frozen=True):
     """Drop a shard's handler. With id 0 the server does not wait for the answer."""
 
 
+class FillLookup(WorkerRequest, frozen=True):
+    """Replace the table of the lookup ``name``. The result's file comes too."""
+
+    name: str
+    order: tuple[int, ...]
+    """As in ``QueryResult``."""
+
+
+class RunQuery(Message, frozen=True):
+    """Run a query of the handler."""
+
+    id: int
+    query: Query
+
+
+class QueryDone(Message, frozen=True):
+    """A query has a result, whose file comes too."""
+
+    id: int
+    order: tuple[int, ...]
+    """As in ``QueryResult``."""
+
+
 class CancelRequest(Message, frozen=True):
-    """The caller has given up a request. The worker still answers it, so that its line's room can be reused."""
+    """The caller has given up a request, or a query. A request is still answered, so that its line's room can be reused."""
 
     id: int
 
@@ -178,6 +210,7 @@ class HandlerLoaded(Message, frozen=True):
     keyed: bool = False
     state_ttl_ms: int | None = None
     timers: dict[str, TimerHook] = msgspec.field(default_factory=dict)
+    lookups: tuple[LookupSpec, ...] = ()
     code: dict[str, tuple[str, bytes]] = msgspec.field(default_factory=dict)
     """As in ``HandlerSpec``."""
 
@@ -255,10 +288,13 @@ FromServer = (
     | Park
     | Unpark
     | Forget
+    | FillLookup
     | CancelRequest
     | LogLevel
     | StateRoom
 )
+QueryRequest = RunQuery | CancelRequest
+QueryAnswer = QueryDone | Failed
 FromWorker = HandlerLoaded | BatchDone | Finished | Failed | BeatMessage | ForwardedLog
 
 
@@ -283,6 +319,7 @@ def loaded_of(spec: HandlerSpec) -> HandlerLoaded:
         spec.keyed,
         spec.state_ttl_ms,
         dict(spec.timers),
+        spec.lookups,
         spec.code,
     )
 
@@ -303,6 +340,7 @@ def spec_of(handler: str, loaded: HandlerLoaded) -> HandlerSpec:
         keyed=loaded.keyed,
         state_ttl_ms=loaded.state_ttl_ms,
         timers=loaded.timers,
+        lookups=loaded.lookups,
         code=loaded.code,
     )
 

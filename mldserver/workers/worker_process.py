@@ -23,7 +23,7 @@ import structlog
 
 import mldserver
 from mldserver.base.clock import Clock, first_of
-from mldserver.children.channel import Channel, Descriptors, WireError
+from mldserver.children.channel import Channel, Descriptors, WireError, pair
 from mldserver.children.process import ChildProcess, ending
 from mldserver.errors import StateMoved
 from mldserver.observe.logging import LineLimit
@@ -33,6 +33,7 @@ from mldserver.runtime.interface import Delivery
 from mldserver.workers import wire
 from mldserver.workers.child import STACKS_SIGNAL
 from mldserver.workers.shared_memory import Arena
+from mldserver.workers.worker_queries import QueryDesk, QueryPort
 
 log = structlog.get_logger("mldserver")
 
@@ -92,14 +93,19 @@ class _RawOutput:
 class WorkerProcess:
     """A running process. Its owner waits for ``ended`` and then closes it."""
 
-    def __init__(self, child: ChildProcess, printed: _RawOutput, arena: Arena, clock: Clock) -> None:
-        """Own a process, and the memory shared with it."""
+    def __init__(
+        self, child: ChildProcess, printed: _RawOutput, arena: Arena, clock: Clock, desk: QueryDesk | None
+    ) -> None:
+        """Own a process, the memory shared with it, and the desk for its queries."""
         assert child.end is not None, "workers are started with a socket"
         self._child = child
         self.pid = child.pid
         self._printed = printed
         self._clock = clock
         self.arena = arena
+        self._desk = desk
+        self.lookups: dict[str, int] = {}
+        """The serial number of the table that each lookup has here. Its owner keeps it."""
         self.ids = itertools.count(1)
         """Gives requests their numbers."""
         self._requests: dict[
@@ -131,8 +137,10 @@ class WorkerProcess:
         )
 
     @classmethod
-    async def start(cls, start: wire.StartWorker, clock: Clock) -> WorkerProcess:
-        """Start a process, which then loads the handler. Raises OSError."""
+    async def start(
+        cls, start: wire.StartWorker, clock: Clock, queries: QueryPort | None = None
+    ) -> WorkerProcess:
+        """Start a process, which then loads the handler. ``queries`` runs the handler's queries. Raises OSError."""
         printed = _RawOutput()
         # With this path the worker finds this package, whatever the server's working directory is.
         paths = os.pathsep.join(filter(None, (_ROOT, os.environ.get("PYTHONPATH"))))
@@ -140,8 +148,14 @@ class WorkerProcess:
             # Before there is a process: nothing can fail any more then.
             arena = Arena(start.arena_bytes)
             undo.callback(arena.close)
-            shared = os.dup(arena.fd)
-            undo.callback(os.close, shared)
+            files = [os.dup(arena.fd)]
+            undo.callback(os.close, files[0])
+            here = None
+            if queries is not None:
+                here, there = pair()
+                undo.callback(here.close)
+                files.append(there.detach())
+                undo.callback(os.close, files[1])
             child = await ChildProcess.start(
                 [sys.executable, "-m", "mldserver.workers.child"],
                 environment={**os.environ, "PYTHONPATH": paths},
@@ -149,8 +163,9 @@ class WorkerProcess:
                 talks=True,
             )
             undo.pop_all()
-        process = cls(child, printed, arena, clock)
-        process._channel.send(start, (shared,))
+        desk = None if here is None or queries is None else QueryDesk(here, queries)
+        process = cls(child, printed, arena, clock, desk)
+        process._channel.send(start, files)
         return process
 
     @property
@@ -202,6 +217,8 @@ class WorkerProcess:
         if not self._closed:
             self._closed = True
             self._channel.close()
+            if self._desk is not None:
+                self._desk.close()
             self.arena.close()
             self._printed.limit.report()
         self.is_open = False
