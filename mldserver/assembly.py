@@ -35,12 +35,14 @@ from mldserver.coordinator.flusher import Destination
 from mldserver.coordinator.membership import ServerLocks
 from mldserver.deadletters.destinations import FOLDER, FolderDestination
 from mldserver.deadletters.redriver import Redriver
+from mldserver.engine_jobs import View
 from mldserver.errors import ConfigError, NotThereYet, OperatorError
 from mldserver.handler.inspection import load_spec
 from mldserver.handler.loader import entries_of
 from mldserver.handler.queries import LookupSpec
 from mldserver.handler.spec import HandlerKind, HandlerSpec
 from mldserver.jobs.engine import Engine
+from mldserver.jobs.published import PublishedWindows
 from mldserver.jobs.queries import Queries
 from mldserver.jobs.runner import WindowRunner
 from mldserver.jobs.steps import WindowSteps
@@ -48,18 +50,18 @@ from mldserver.ledger.operations import Ledger
 from mldserver.ledger.sqlite import SqliteLedger
 from mldserver.output.layout import DRIVERS, PRIVATE, SERVERS, SPARK, server_tag
 from mldserver.output.owner import FolderClaim
-from mldserver.output.published import PublishedWindows
 from mldserver.output.store import OutputStore
 from mldserver.protocol.connection import ConnectionLimits
 from mldserver.runtime.failure_policy import FailurePolicy, OnKeyFailure
 from mldserver.runtime.inline import InlineRuntime
 from mldserver.runtime.interface import Runtime
+from mldserver.sinks import find
 from mldserver.sources.listing import MakeKinesis, StreamLister
 from mldserver.sources.mld import MLDListener
 from mldserver.sources.source import MakeSource, Source, SourceParts
 from mldserver.versions.code import Code, read_code
 from mldserver.versions.swap import Swap
-from mldserver.windows import Tumbling
+from mldserver.windows import WINDOW_COLUMNS, Tumbling
 from mldserver.workers.runtime import WorkerRuntime
 from mldserver.workers.worker import Limits
 from mldserver.workers.worker_queries import LocalQueries
@@ -263,9 +265,7 @@ async def _assembled(
             )
             engine = await run_in_daemon_thread(make_spark, name="mldserver-spark")
         queries.ask = getattr(engine, "query", None)
-        queries.published[settings.pipeline] = PublishedWindows(
-            name=settings.pipeline, spec=spec, sink=sink_of(settings), ledger=ledger, store=store, clock=clock
-        )
+        queries.published[settings.pipeline] = _published(settings, spec, ledger, store, clock)
         steps = WindowSteps(
             pipeline=settings.pipeline,
             ledger=ledger,
@@ -367,6 +367,24 @@ async def _assembled(
         swap=swap,
         handler_version=spec.version,
     )
+
+
+def _published(
+    settings: Settings, spec: HandlerSpec, ledger: Ledger, store: OutputStore, clock: Clock
+) -> PublishedWindows:
+    """Return the published windows of a function, for queries."""
+    tumbling = spec.windows if isinstance(spec.windows, Tumbling) else None
+    sink = sink_of(settings)
+    shape = View(
+        settings.pipeline,
+        (),
+        None if tumbling is None else spec.window_columns or WINDOW_COLUMNS,
+        0 if tumbling is None else tumbling.size_ms,
+        # What on_window makes of the rows is known when there is a window.
+        "" if spec.schema is None or "on_window" in spec.hooks else spec.schema.ddl,
+        is_table=sink is not None and hasattr(find(sink.format), "files"),
+    )
+    return PublishedWindows(shape=shape, has_view=sink is None, ledger=ledger, store=store, clock=clock)
 
 
 def _records(source: Source) -> int:

@@ -53,3 +53,21 @@ class PublishJob:
     """As in WindowJob."""
     ledger: str = ""
     """The id of the ledger that holds the window: its revisions count there."""
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """The published windows of a function, as files, for queries of handlers."""
+
+    name: str
+    """The function's."""
+    paths: tuple[str, ...]
+    """Files, or folders of files, as Spark takes them; the latest window's last."""
+    columns: tuple[str, str] | None = None
+    """The columns of a window's start and end; None: windows have none."""
+    size_ms: int = 0
+    """Of a window."""
+    schema: str = ""
+    """The columns as Spark DDL, to show while there are no files; empty: they are not known before there are."""
+    is_table: bool = False
+    """Whether the view is the present files of the table that the function's sink writes into, in place of ``paths``."""

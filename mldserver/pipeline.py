@@ -166,7 +166,7 @@ class Pipeline:
                 "dead letters": parts.redriver.run(),
                 "drain": self._watch_drain(parts.coordinator),
                 "versions": parts.swap.run(),
-                "queries": parts.queries.run(parts.runtime, parts.lookups),
+                "queries": parts.queries.run(parts.lookups, parts.runtime.fill_lookup),
             }
             if parts.firing is not None:
                 works["timers"] = parts.firing.run()

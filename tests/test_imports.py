@@ -29,7 +29,7 @@ _SETTINGS = ("config.settings", "config.kinds")
 
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
     # What users and all parts name.
-    "": ("records", "windows", "handler.context", "handler.timers"),
+    "": ("records", "windows", "handler.context", "handler.queries", "handler.timers"),
     "errors": (),
     "records": (),
     "windows": (),
@@ -60,7 +60,10 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     ),
     "ledger": ("errors", "records", "windows", "effects", "stores", "base"),
     "output": ("errors", "base", "ledger"),
-    "jobs": ("errors", "windows", "status_document", "engine_jobs", "base", "output", "ledger", *_SETTINGS),
+    "jobs": (
+        *("errors", "windows", "status_document", "engine_jobs", "base", "output", "ledger"),
+        *("handler.queries", *_SETTINGS),
+    ),
     "consumer": ("errors", "records", "stores", "base", "runtime.interface"),
     "consumer.core": ("errors", "records"),
     "sources": (
@@ -126,6 +129,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "sinks",
         "handler.loader",
         "handler.kept_modules",
+        "handler.queries",
         "handler.spark_at_import",
         "jobs.engine",
         "jobs.run_gate",

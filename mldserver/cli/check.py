@@ -120,6 +120,15 @@ def render(handler: str, report: TrialReport) -> str:
             lines.append(
                 f"timers   {trial.timers} are set at the end: `mldserver sim --fire-timers` calls them"
             )
+        if trial.queries:
+            often = (
+                " That is too often: use a Lookup, cache=, or join in on_window."
+                if trial.queries * 10 > trial.records
+                else ""
+            )
+            lines.append(
+                f"queries  {trial.queries} were made, and none was answered: a check has no Spark.{often}"
+            )
         for text in failure_lines(trial.failures):
             label = "" if text.startswith(" ") else "failed"  # indented lines continue the one above
             lines.append(f"{label:8} {text}")

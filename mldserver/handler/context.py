@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from mldserver.errors import NoKey, QueryFailed
-from mldserver.handler.queries import CannedQueries, Queries, Rows, RowStream
+from mldserver.handler.queries import CannedAnswers, Queries, Rows, RowStream
 from mldserver.handler.timers import Timers, ms_at, time_at
 
 NO_SETTINGS: Final[Mapping[str, str]] = MappingProxyType({})
@@ -65,7 +65,9 @@ class Context:
         self._state = {} if state is None else state
         self._timers = Timers(lambda: ms_at(self._now))
         self.settings = settings
-        self._queries: Queries | CannedQueries | None = None if sql is None else CannedQueries(sql)
+        self._queries: Queries | None = None
+        if sql is not None:
+            self._queries = Queries(CannedAnswers(sql), steady_ms=lambda: ms_at(self._now))
         self.streams: list[RowStream] = []
         """The streams that the present call has begun. The server closes them after it."""
 
@@ -158,7 +160,7 @@ class Context:
         )
         return self._kept(rows)
 
-    def _spark(self) -> Queries | CannedQueries:
+    def _spark(self) -> Queries:
         if self._queries is None:
             raise QueryFailed(
                 "There is no Spark session to ask.",

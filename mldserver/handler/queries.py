@@ -138,15 +138,15 @@ class RowStream:
     def __iter__(self) -> Iterator[Any]:
         """Yield the rows as named tuples."""
         try:
-            for batch in self.batches():
-                yield from rows_of(batch)
+            # No variable here holds a batch: an iterator that is kept must not keep the memory of the file.
+            while (rows := self._next_rows()) is not None:
+                yield from rows
         finally:
             self.close()
 
-    def batches(self) -> Iterator[pa.RecordBatch]:
-        """Yield the record batches, which were not read yet."""
-        while self._batches is not None and (batch := next(self._batches, None)) is not None:
-            yield batch
+    def _next_rows(self) -> Iterator[Any] | None:
+        batch = None if self._batches is None else next(self._batches, None)
+        return None if batch is None else rows_of(batch)
 
     def close(self) -> None:
         """Let the file go. Later loops find no row."""
@@ -194,7 +194,12 @@ class Queries:
     """Runs the queries of a handler's calls in one process, and caches results. Any thread may call it."""
 
     def __init__(
-        self, runner: QueryRunner, *, seconds: float, deadline: float | None, steady_ms: Callable[[], int]
+        self,
+        runner: QueryRunner,
+        *,
+        seconds: float = 30.0,
+        deadline: float | None = None,
+        steady_ms: Callable[[], int],
     ) -> None:
         """Run queries with ``runner``, each for ``seconds`` at most, and 2 s less than ``deadline``, that of the hooks."""
         self._runner = runner
@@ -279,23 +284,28 @@ class _Asked(NamedTuple):
         return self.query.text, self.query.values, self.query.max_rows
 
 
-class CannedQueries:
-    """Answers queries in a test of a handler: ``Context(sql=…)``."""
+class CannedAnswers:
+    """Answers queries in tests of handlers: a ``QueryRunner`` without Spark."""
 
     def __init__(self, answer: Callable[..., Iterable[Mapping[str, Any]]]) -> None:
         """``answer`` returns the rows as dicts. It is called with the text, and with the values as keywords."""
         self._answer = answer
 
-    def sql(self, text: str, values: Mapping[str, Any], **options: Any) -> Rows | RowStream:
-        """Return the rows of ``answer``."""
+    def is_needed_here(self) -> bool:
+        """Return False: each query is answered at once."""
+        return False
+
+    def submit(self, query: Query) -> Future[QueryResult]:
+        """Return a future that holds the rows of ``answer`` as a result."""
         import pyarrow as pa  # noqa: PLC0415  # see above
 
-        table = pa.Table.from_pylist(list(map(dict, self._answer(text, **values))))
-        return RowStream(iter(table.to_batches())) if options["stream"] else Rows(table)
-
-    async def asql(self, text: str, values: Mapping[str, Any], **options: Any) -> Rows | RowStream:
-        """Return the rows of ``answer``."""
-        return self.sql(text, values, **options)
+        table = pa.Table.from_pylist(list(map(dict, self._answer(query.text, **values_of(query)))))
+        file = os.memfd_create("mldserver-query", os.MFD_CLOEXEC)
+        with pa.OSFile(f"/proc/self/fd/{file}", "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
+            writer.write_table(table)
+        future: Future[QueryResult] = Future()
+        future.set_result(QueryResult(file, tuple(range(len(table.to_batches())))))
+        return future
 
 
 class Lookup:

@@ -10,16 +10,18 @@ import structlog
 
 from mldserver.base.backoff import Backoff
 from mldserver.base.clock import Clock
+from mldserver.engine_jobs import View
 from mldserver.errors import LedgerError, MldserverError, QueryFailed, SparkError
 from mldserver.handler.queries import LookupSpec, Query, QueryResult, values_of
-from mldserver.output.published import PublishedWindows
-from mldserver.runtime.interface import Runtime
-from mldserver.spark.view import View
+from mldserver.jobs.published import PublishedWindows
 
 log = structlog.get_logger("mldserver")
 
 AskSpark = Callable[[Query, tuple[View, ...], int], Awaitable[QueryResult]]
 """Runs a query with views; the result has at most so many bytes. Raises QueryFailed and SparkError."""
+
+FillLookup = Callable[[str, QueryResult], Awaitable[None]]
+"""``Runtime.fill_lookup``."""
 
 RESULT_BYTES: Final = 16 << 20
 """The largest result in memory."""
@@ -70,12 +72,12 @@ class Queries:
             else None
         )
 
-    async def run(self, runtime: Runtime, lookups: tuple[LookupSpec, ...]) -> None:
-        """Run queries, and compute the lookup tables of ``runtime``'s handler, until cancelled."""
+    async def run(self, lookups: tuple[LookupSpec, ...], fill: FillLookup) -> None:
+        """Run queries, and fill lookups with tables that are computed again and again, until cancelled."""
         try:
             async with asyncio.TaskGroup() as self._group:
                 for lookup in lookups:
-                    self._group.create_task(self._keep_fresh(lookup, runtime), name=f"lookup {lookup.name}")
+                    self._group.create_task(self._keep_fresh(lookup, fill), name=f"lookup {lookup.name}")
                 await asyncio.Event().wait()
         finally:
             self._group = None
@@ -105,7 +107,7 @@ class Queries:
     async def _answer(self, query: Query, max_bytes: int) -> QueryResult:
         """Run a query within its time. Raises QueryFailed."""
         if self.ask is None:
-            raise QueryFailed("The server has no Spark session for this handler, which has no schema.")
+            raise QueryFailed("The server has no Spark session for this handler.")
         try:
             async with asyncio.timeout(query.seconds):
                 try:
@@ -131,7 +133,7 @@ class Queries:
         views = [await each.view(fresh=fresh) for each in named]
         return tuple(view for view in views if view is not None)
 
-    async def _keep_fresh(self, lookup: LookupSpec, runtime: Runtime) -> None:
+    async def _keep_fresh(self, lookup: LookupSpec, fill: FillLookup) -> None:
         """Compute a lookup table at each interval; after a failure sooner."""
         backoff, seconds = Backoff(*_RETRY_SECONDS), lookup.every_ms / 1000
         patience_ms = _RED_AFTER * lookup.every_ms
@@ -139,7 +141,7 @@ class Queries:
         while True:
             try:
                 result = await self._answer(lookup.query, LOOKUP_BYTES)
-                await runtime.fill_lookup(lookup.name, result)
+                await fill(lookup.name, result)
             except QueryFailed as error:
                 wait = min(seconds, backoff.failed())
                 log.warning("lookup.failed", lookup=lookup.name, delay_seconds=wait, **error.told())

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -23,10 +24,11 @@ import msgspec
 import structlog
 
 from mldserver.base.clock import SystemClock
-from mldserver.errors import HandlerError
+from mldserver.errors import HandlerError, QueryFailed
 from mldserver.handler.context import NO_SETTINGS
 from mldserver.handler.inspection import inspect_handler
 from mldserver.handler.loader import is_library, load, relative
+from mldserver.handler.queries import Query, QueryResult
 from mldserver.handler.spec import Finding, HandlerKind, HandlerSpec, windows_text
 from mldserver.records import DeadLetter, Record, Shard
 from mldserver.windows import span_text
@@ -116,6 +118,8 @@ class Trial:
     failures: tuple[FailureClass, ...]
     timers: int = 0
     """How many timers are set at the end; the trial calls none of them."""
+    queries: int = 0
+    """How many queries were made. A trial answers none: it has no Spark."""
 
     @property
     def failed(self) -> int:
@@ -261,8 +265,15 @@ async def _try(spec: HandlerSpec, lines: Sequence[bytes], around: _Around) -> Tr
 
     clock = SystemClock()
     policy = FailurePolicy(attempts=1, on_failure=OnFailure.HALT)
+    queries = _NoSpark()
     runtime = InlineRuntime(
-        spec, policy=policy, clock=clock, random=lambda: 0.0, deadline_seconds=None, settings=around.settings
+        replace(spec, lookups=()),  # nothing computes them: their tables stay empty
+        policy=policy,
+        clock=clock,
+        random=lambda: 0.0,
+        deadline_seconds=None,
+        settings=around.settings,
+        queries=queries,
     )
     shard = Shard("shardId-000000000000", "TRIM_HORIZON")
     outcomes = []
@@ -289,7 +300,27 @@ async def _try(spec: HandlerSpec, lines: Sequence[bytes], around: _Around) -> Tr
     letters = [letter for outcome in outcomes for letter in outcome.effects.dead_letters]
     report = outcomes[-1].timers
     pending = 0 if report is None else report.pending
-    return Trial(len(lines), sum(map(len, tables)), first_rows(tables), by_class(letters), pending)
+    rows = sum(map(len, tables))
+    return Trial(len(lines), rows, first_rows(tables), by_class(letters), pending, queries.count)
+
+
+class _NoSpark:
+    """Counts queries and answers none: a ``QueryRunner``."""
+
+    count = 0
+
+    def is_needed_here(self) -> bool:
+        """Return False: each query fails at once."""
+        return False
+
+    def submit(self, query: Query) -> Future[QueryResult]:  # noqa: ARG002  # a runner's signature
+        """Return a future that has failed."""
+        self.count += 1
+        future: Future[QueryResult] = Future()
+        future.set_exception(
+            QueryFailed("A check has no Spark session.", advice="`mldserver sim` runs the handler with one.")
+        )
+        return future
 
 
 def _summary(spec: HandlerSpec) -> tuple[tuple[str, str], ...]:
@@ -318,6 +349,10 @@ def _summary(spec: HandlerSpec) -> tuple[tuple[str, str], ...]:
         late_ms = timer.max_lateness_ms
         skipped = "" if late_ms is None else f", skipped when it is more than {span_text(late_ms)} late"
         lines.append(("" if place else "timers", timer.name + skipped))
+    for place, lookup in enumerate(spec.lookups):
+        required = "" if lookup.required else ", not required"
+        text = f"{lookup.name}, each {span_text(lookup.every_ms)}{required}; empty in a check"
+        lines.append(("" if place else "lookups", text))
     if spec.concurrency > 1:
         lines.append(
             ("concurrency", f"{spec.concurrency} records of a batch at a time, in order for each key")

@@ -12,14 +12,13 @@ from typing import Any
 import msgspec
 import structlog
 
-from mldserver.engine_jobs import PublishJob, WindowJob, WindowResult
+from mldserver.engine_jobs import PublishJob, View, WindowJob, WindowResult
 from mldserver.handler.queries import Query, QueryResult
 from mldserver.jobs.engine import Deadline, EngineFacts, deadline_seconds
 from mldserver.sinks.sink import Owner
 from mldserver.spark.driver_functions import DriverFunction
 from mldserver.spark.driver_messages import LoadFunction, StartSession
 from mldserver.spark.shared_driver import SharedDriver
-from mldserver.spark.view import View
 
 log = structlog.get_logger("mldserver")
 

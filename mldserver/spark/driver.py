@@ -251,7 +251,10 @@ class Jobs:
         from mldserver.spark.query_job import Views, run_query  # noqa: PLC0415  # pyspark, which the server never imports
 
         with self._lock:
-            views = self._views = self._views or Views(self.session.spark)
+            views = self._views = self._views or Views(
+                self.session.spark,
+                lambda name: self.functions[name].sink if name in self.functions else None,
+            )
         result = run_query(
             self.session.spark,
             views,

@@ -24,11 +24,14 @@ from typing import Final
 import msgspec
 
 from mldserver.children import channel
-from mldserver.engine_jobs import PublishJob, WindowJob  # msgspec reads them
+from mldserver.engine_jobs import (  # msgspec reads them
+    PublishJob,
+    View,  # msgspec reads it
+    WindowJob,
+)
 from mldserver.handler.loader import is_library, relative
 from mldserver.handler.queries import Query  # msgspec reads it
 from mldserver.sinks.sink import Owner, SinkSpec  # msgspec reads them
-from mldserver.spark.view import View  # msgspec reads it
 
 WARM_UP: Final = "-warm-up"
 """What the folder of a warm-up's window has behind the scratch folder's name, where the output is a local folder."""

@@ -26,13 +26,12 @@ from mldserver.base.kill_points import kill_point
 from mldserver.base.uris import redaction, secrets_in
 from mldserver.children.channel import Channel, Descriptors
 from mldserver.children.process import ChildProcess, ending
-from mldserver.engine_jobs import PublishJob, WindowJob
+from mldserver.engine_jobs import PublishJob, View, WindowJob
 from mldserver.errors import DriverLost, QueryFailed, QueryTooLarge, WindowFailed, without_messages
 from mldserver.handler.queries import Query, QueryResult, discard
 from mldserver.observe.logging import LineLimit
 from mldserver.spark import driver_messages as wire
 from mldserver.spark.driver_functions import LoadedFunctions
-from mldserver.spark.view import View
 
 log = structlog.get_logger("mldserver")
 

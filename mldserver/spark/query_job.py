@@ -8,25 +8,26 @@ window.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import pyarrow as pa
-from msgspec import structs
 from pyspark.serializers import read_int
 from pyspark.sql.pandas.serializers import ArrowStreamSerializer
 from pyspark.sql.pandas.types import to_arrow_schema
 
+from mldserver.engine_jobs import View
 from mldserver.errors import QueryTooLarge
 from mldserver.handler.queries import Query, QueryResult, values_of
 from mldserver.sinks import find
-from mldserver.spark.view import View
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
     from mldserver.sinks import FileTable
+    from mldserver.sinks.sink import SinkSpec
 
 _START = "yyyy-MM-dd'T'HH-mm-ss"
 _WINDOW = r"'/(?:window=|outputs/)([^/]+)/'"
@@ -35,18 +36,18 @@ _WINDOW = r"'/(?:window=|outputs/)([^/]+)/'"
 class Views:
     """The views of one session, each made anew when its list of files has changed."""
 
-    def __init__(self, spark: SparkSession) -> None:
-        """Make views in a session."""
-        self._spark = spark
+    def __init__(self, spark: SparkSession, sink_of: Callable[[str], SinkSpec | None]) -> None:
+        """Make views in a session. ``sink_of`` returns where a function's windows are published."""
+        self._spark, self._sink_of = spark, sink_of
         self._made: dict[str, View] = {}
 
     def make(self, views: Sequence[View]) -> None:
         """Make the views that are not there as they are wanted. Raises what Spark raises for files that it cannot read."""
         for view in views:
-            if view.sink is not None:
-                table = cast("FileTable", find(view.sink.format))
-                view = structs.replace(view, paths=table.files(view.sink))  # noqa: PLW2901  # as it is now
-            if not view.paths:
+            if view.is_table and (sink := self._sink_of(view.name)) is not None:
+                table = cast("FileTable", find(sink.format))
+                view = replace(view, paths=table.files(sink))  # noqa: PLW2901  # as it is now
+            if not (view.paths or view.schema):
                 continue
             if self._made.get(view.name) != view:
                 self._frame(view).createOrReplaceTempView(f"`{view.name}`")
@@ -60,6 +61,9 @@ class Views:
         through.
         """
         reader = self._spark.read
+        if not view.paths:
+            columns = [f"`{name}` TIMESTAMP" for name in view.columns or ()]
+            return self._spark.createDataFrame([], ", ".join((view.schema, *columns)))
         schema = reader.parquet(view.paths[-1]).schema
         frame = reader.schema(schema).parquet(*view.paths)
         if view.columns is None:

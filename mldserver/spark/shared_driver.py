@@ -35,7 +35,7 @@ from mldserver.base.clock import Clock, SystemClock, first_of, in_time
 from mldserver.base.uris import redacted
 from mldserver.children.process import resident_bytes
 from mldserver.children.supervise import ChildExit, supervise
-from mldserver.engine_jobs import PublishJob, WindowJob
+from mldserver.engine_jobs import PublishJob, View, WindowJob
 from mldserver.errors import (
     DriverLost,
     MldserverError,
@@ -64,7 +64,6 @@ from mldserver.spark.java import Java, probe
 from mldserver.spark.session import environment, is_connect, is_local
 from mldserver.spark.slots import FairSlots
 from mldserver.spark.trainer import train
-from mldserver.spark.view import View
 
 log = structlog.get_logger("mldserver")
 

@@ -12,12 +12,14 @@ The handler runs as in a server with ``workers = inline``: with its state, timer
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from typing import Any, Final, Self
 
 import orjson
 
 from mldserver.handler.inspection import load_spec
+from mldserver.handler.queries import CannedAnswers
 from mldserver.records import DeadLetter, Record, Sequence, Shard
 from mldserver.runtime.failure_policy import FailurePolicy
 from mldserver.runtime.inline import InlineRuntime
@@ -35,8 +37,18 @@ _STEP_SECONDS: Final = 0.05
 class HandlerRun:
     """Gives a handler single records, and fires its timers. Use it as an asynchronous context manager."""
 
-    def __init__(self, handler: str, *, clock: VirtualClock, attempts: int = 1) -> None:
+    def __init__(
+        self,
+        handler: str,
+        *,
+        clock: VirtualClock,
+        attempts: int = 1,
+        sql: Callable[..., Iterable[Mapping[str, Any]]] | None = None,
+    ) -> None:
         """Load a handler by its dotted path, as ``mldserver check`` does. ``attempts``: as the setting.
+
+        ``sql`` answers queries, also those of lookups: called with the text, and with the values as keywords, it returns the
+        rows as dicts.
 
         Raises HandlerInvalid for a handler that ``check`` refuses.
         """
@@ -45,18 +57,24 @@ class HandlerRun:
         self.pending = 0
         """Timers that are set now."""
         self._clock = clock
+        self._spec = load_spec(handler)
+        self._answers = None if sql is None else CannedAnswers(sql)
         self._runtime = InlineRuntime(
-            load_spec(handler),
+            self._spec,
             policy=FailurePolicy(attempts=attempts),
             clock=clock,
             random=lambda: 0.0,
             at_once=True,
+            queries=self._answers,
         )
         self._records = 0
         self._next_ms: int | None = None
 
     async def __aenter__(self) -> Self:
         await self._runtime.start()
+        if self._answers is not None:
+            for lookup in self._spec.lookups:
+                await self._runtime.fill_lookup(lookup.name, self._answers.submit(lookup.query).result())
         await self._runtime.open(Shard(_SHARD))
         return self
 

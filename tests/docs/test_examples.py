@@ -47,6 +47,7 @@ RECORD = {
     "sensor": "a7",
     "number": 1,
     "celsius": 21.5,
+    "customer": "c1",
 }
 """What every handler on the pages makes a row of."""
 ORDER = {"id": {"S": "a"}, "customer": {"S": "Ada"}, "total": {"N": "7.25"}}
@@ -113,9 +114,20 @@ def makes_a_row(example: Example, record: Any, tmp_path: Path, monkeypatch: pyte
     monkeypatch.syspath_prepend(tmp_path)
     cls = re.search(r"^class (\w+)", example.text, re.MULTILINE)
     path = f"{module}:{cls[1]}" if cls else module
+    if "ctx.sql" in example.text:  # a check has no Spark to ask
+        assert not report(path, None).findings
+        assert len(asyncio.run(rows_with_answers(path, record))) == 1
+        return
     found = report(path, None, [json.dumps(record).encode()])
     rows = 0 if "@timer" in example.text else 1  # a check fires no timer
     assert (found.findings, found.trial and (found.trial.rows, found.trial.failures)) == ((), (rows, ()))
+
+
+async def rows_with_answers(path: str, record: Any) -> list[dict[str, Any]]:
+    """Return the rows of a handler whose queries are answered with a row."""
+    answer = {"carrier": "UA", "orders": 1}
+    async with HandlerRun(path, clock=VirtualClock(), sql=lambda _, **__: [answer]) as run:
+        return await run.put(record, key="k")
 
 
 def rows_of(

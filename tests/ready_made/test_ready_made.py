@@ -29,6 +29,7 @@ PATHS = [
     "handlers.clicks:Clicks",
     "handlers.columns",
     "handlers.late_departures",
+    "handlers.unusual_delays",
     "handlers.raw",
     "handlers.audit",
     "handlers.dynamodb_changes",
@@ -232,3 +233,29 @@ def change_of(value: Any) -> Record:
     images = {"Keys": {}, "NewImage": {"x": value}}
     data = json.dumps({"eventName": "INSERT", "dynamodb": images}).encode()
     return Record(shard_id="s", sequence_number="1", data=data)
+
+
+async def test_an_unusually_late_departure_is_a_row_with_the_rows_of_its_carrier_that_day(
+    run_handler: Any,
+) -> None:
+    asked: list[dict[str, Any]] = []
+
+    def answer(text: str, **values: Any) -> list[dict[str, Any]]:
+        if "VALUES" in text:
+            return [{"carrier": "UA", "minutes": 12.0}]
+        asked.append(values)
+        return [{"rows": 7}]
+
+    flight = {"carrier": "UA", "flight": 1545}
+    async with run_handler("handlers.unusual_delays", sql=answer) as handler:
+        await handler.put(flight | {"dep_delay": 71.9}, key="UA-1545")
+        assert await handler.advance("1 hour") == []
+        await handler.put(flight | {"dep_delay": 90.0}, key="UA-1545")
+        await handler.put(flight | {"dep_delay": 72.0}, key="UA-1545")
+        (row,) = await handler.advance("30 minutes")
+        assert (row["delay"], row["usual"], row["earlier"]) == (90.0, 12.0, 7)
+        await handler.put(flight | {"dep_delay": 90.0}, key="UA-1545")
+        await handler.put(flight | {"dep_delay": 0.0}, key="UA-1545")
+        await handler.put({"carrier": "??", "flight": 1, "dep_delay": 500.0}, key="??-1")
+        assert (await handler.advance("1 day"), handler.dead_letters) == ([], [])
+    assert [(each["carrier"], each["today"].hour) for each in asked] == [("UA", 0)]

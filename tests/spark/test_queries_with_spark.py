@@ -19,11 +19,10 @@ import pytest
 import pytest_asyncio
 from support.spark_classes import spark_cache
 
-from mldserver.engine_jobs import WindowJob
+from mldserver.engine_jobs import View, WindowJob
 from mldserver.errors import QueryFailed, QueryTooLarge
-from mldserver.handler.queries import QueryResult, RowStream, Rows, batches_of, query_of
+from mldserver.handler.queries import QueryResult, Rows, RowStream, batches_of, query_of
 from mldserver.spark.client import SparkEngine, make_engine
-from mldserver.spark.view import View
 from mldserver.windows import Window, tumbling_id
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
@@ -165,6 +164,12 @@ async def test_windows_of_earlier_code_lack_a_column_that_was_added(world: World
     assert [tuple(row) for row in rows] == [(2000, None), (2001, "new")]
 
 
+async def test_a_view_of_a_function_without_windows_yet_is_empty_and_has_its_columns(world: World) -> None:
+    view = View("flights", (), ("window_start", "window_end"), 60_000, "n BIGINT, carrier STRING")
+    rows = await world.ask("SELECT * FROM flights WHERE window_end > :now", view, now=START)
+    assert (len(rows), rows.arrow().column_names) == (0, ["n", "carrier", "window_start", "window_end"])
+
+
 async def test_a_view_shows_the_windows_that_the_latest_query_was_given(world: World) -> None:
     folders = [world.publish(3000 + number) for number in range(3)]
     for count in (1, 3, 2):
@@ -174,8 +179,8 @@ async def test_a_view_shows_the_windows_that_the_latest_query_was_given(world: W
 
 def open_results() -> list[str]:
     """Return the results that this process has open, or mapped."""
-    links = (Path("/proc/self/fd") / name for name in os.listdir("/proc/self/fd"))
-    files = [os.readlink(link) for link in links if link.is_symlink()]
+    links = Path("/proc/self/fd").iterdir()
+    files = [str(link.readlink()) for link in links if link.is_symlink()]
     maps = Path("/proc/self/maps").read_text().splitlines()
     return [each for each in (*files, *maps) if "mldserver-query" in each or "/spark-" in each]
 
@@ -203,20 +208,20 @@ async def test_a_stream_beyond_its_share_of_the_disk_is_given_up(world: World) -
         )
     assert open_results() == []
     async with asyncio.timeout(60):
-        while await world.running():
-            await asyncio.sleep(0.05)  # no event tells it
+        while await world.running():  # noqa: ASYNC110  # no event tells it
+            await asyncio.sleep(0.05)
 
 
 async def test_a_cancelled_query_leaves_no_job_in_spark(world: World) -> None:
     slow = query_of(SLOW, {}, seconds=60, max_rows=1)
     async with asyncio.timeout(60):
         task = asyncio.create_task(world.engine.query(slow, (), MB))
-        while not await world.running():
+        while not await world.running():  # noqa: ASYNC110  # see above
             await asyncio.sleep(0.05)
         task.cancel()
         assert isinstance((await asyncio.gather(task, return_exceptions=True))[0], asyncio.CancelledError)
-        while await world.running():
-            await asyncio.sleep(0.05)  # no event tells it
+        while await world.running():  # noqa: ASYNC110  # no event tells it
+            await asyncio.sleep(0.05)
     assert (await world.ask("SELECT 1 AS one")).one().one == 1
 
 

@@ -1,22 +1,18 @@
-"""The published windows of a function, as a view for queries of handlers (``spark/view.py``)."""
+"""The published windows of a function, as a view for queries of handlers (``View``)."""
 
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from mldserver.base.clock import Clock
-from mldserver.handler.spec import HandlerSpec
+from mldserver.engine_jobs import View
 from mldserver.ledger.contract import LedgerState, WindowState
 from mldserver.ledger.operations import Ledger
 from mldserver.output.layout import OUTPUTS, window_path
 from mldserver.output.manifest import MANIFESTS, Manifest, latest
 from mldserver.output.store import OutputStore
-from mldserver.sinks import find
-from mldserver.sinks.sink import SinkSpec
-from mldserver.spark.view import View
-from mldserver.windows import WINDOW_COLUMNS, Tumbling
 
 _FRESH_MS: Final = 1000
 """For how long a view is taken for the present one."""
@@ -26,10 +22,10 @@ _FRESH_MS: Final = 1000
 class PublishedWindows:
     """The published windows of one function, each in its present revision, as far as the ledger remembers them."""
 
-    name: str
-    """The function's."""
-    spec: HandlerSpec
-    sink: SinkSpec | None
+    shape: View
+    """The view without paths."""
+    has_view: bool
+    """Whether queries can see the windows: those in a database's table they cannot."""
     ledger: Ledger
     store: OutputStore
     clock: Clock
@@ -45,10 +41,9 @@ class PublishedWindows:
         """
         now_ms = self.clock.steady_ms()
         if fresh or self._read_ms is None or now_ms - self._read_ms >= _FRESH_MS:
-            if self.sink is not None:
-                has_files = hasattr(find(self.sink.format), "files")  # a database's table has none
-                self._view = View(self.name, (), sink=self.sink) if has_files else None
-            else:
+            if self.shape.is_table:
+                self._view = self.shape
+            elif self.has_view:
                 state = await self.ledger.peek()
                 self._view = await asyncio.to_thread(self._view_of, state)
             self._read_ms = now_ms
@@ -63,13 +58,9 @@ class PublishedWindows:
         )
         windows = [window for _, window in shown]
         paths = self._folders(windows) if self.store.local else self._files(windows)
-        if not paths:
+        if not (paths or self.shape.schema):
             return None
-        tumbling = self.spec.windows if isinstance(self.spec.windows, Tumbling) else None
-        columns = None if tumbling is None else self.spec.window_columns or WINDOW_COLUMNS
-        return View(
-            self.name, tuple(map(self.store.uri, paths)), columns, 0 if tumbling is None else tumbling.size_ms
-        )
+        return replace(self.shape, paths=tuple(map(self.store.uri, paths)))
 
     def _folders(self, windows: list[str]) -> list[str]:
         """Return the folders of windows that have an output."""
