@@ -13,7 +13,6 @@ A lookup table is a query whose result all processes of the handler keep as a di
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import mmap
 import os
@@ -231,6 +230,8 @@ class Queries:
 
     async def asql(self, text: str, values: Mapping[str, Any], **options: Any) -> Rows | RowStream:
         """See ``Context.asql``."""
+        import asyncio  # noqa: PLC0415  # slow to import, and pytest loads this module through our plugin
+
         asked = self._ask(text, values, **options)
         if isinstance(asked, Rows):
             return asked
@@ -388,26 +389,6 @@ def lookups_of(target: Any) -> dict[str, Lookup]:
 def spec_of(name: str, lookup: Lookup) -> LookupSpec:
     """Return what the server must know of a lookup."""
     return LookupSpec(name, lookup.query, lookup.every_ms, lookup.required)
-
-
-class RequiredLookups:
-    """The required lookups of a handler that have no table yet."""
-
-    def __init__(self, specs: Iterable[LookupSpec]) -> None:
-        """Wait for those of ``specs`` that are required."""
-        self._missing = {each.name for each in specs if each.required}
-        self._complete = asyncio.Event()
-        self.note("")
-
-    def note(self, name: str) -> None:
-        """Note that a lookup has a table."""
-        self._missing.discard(name)
-        if not self._missing:
-            self._complete.set()
-
-    async def wait(self) -> None:
-        """Wait until each has a table."""
-        await self._complete.wait()
 
 
 def discard(result: QueryResult) -> None:

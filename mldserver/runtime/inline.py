@@ -28,7 +28,7 @@ from mldserver.errors import HandlerInvalid, InternalError, StateMoved
 from mldserver.handler.context import NO_SETTINGS
 from mldserver.handler.failure import Failure
 from mldserver.handler.kclpy.processor import Processor
-from mldserver.handler.queries import Queries, QueryResult, QueryRunner, RequiredLookups, batches_of
+from mldserver.handler.queries import Queries, QueryResult, QueryRunner, batches_of
 from mldserver.handler.spec import HandlerKind, HandlerSpec, RecordHook, windows_text
 from mldserver.protocol.batch_decoder import BatchDecoder
 from mldserver.records import Batch, Hook, Sequence, Shard
@@ -37,6 +37,7 @@ from mldserver.runtime.failure_policy import FailurePolicy, OnFailure
 from mldserver.runtime.interface import BatchOutcome, Delivery, DueTimers
 from mldserver.runtime.keyed_state import STATE_BYTES, CallContext, KeyedState
 from mldserver.runtime.lane import Tools
+from mldserver.runtime.lookups import RequiredLookups
 from mldserver.runtime.outcome import halted
 from mldserver.runtime.rows import RowBuilder
 from mldserver.runtime.timer_table import TimerTable

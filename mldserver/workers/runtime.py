@@ -28,12 +28,13 @@ from mldserver.base.clock import Clock, SystemClock
 from mldserver.errors import HandlerLost, InternalError, OperatorError, StateMoved
 from mldserver.handler.context import NO_SETTINGS
 from mldserver.handler.failure import Failure
-from mldserver.handler.queries import QueryResult, RequiredLookups
+from mldserver.handler.queries import QueryResult
 from mldserver.handler.spec import HandlerSpec
 from mldserver.records import Hook, Sequence, Shard, unpack_sequence
 from mldserver.runtime.failure_policy import FailurePolicy, OnFailure
 from mldserver.runtime.interface import BatchOutcome, Begun, Delivery, DueTimers
 from mldserver.runtime.keyed_state import STATE_BYTES
+from mldserver.runtime.lookups import RequiredLookups
 from mldserver.runtime.outcome import halted
 from mldserver.status_document import WorkerRow
 from mldserver.stores import SnapshotSource, StoreSize, largest, nearly_full

@@ -94,7 +94,12 @@ class WorkerProcess:
     """A running process. Its owner waits for ``ended`` and then closes it."""
 
     def __init__(
-        self, child: ChildProcess, printed: _RawOutput, arena: Arena, clock: Clock, desk: QueryDesk | None
+        self,
+        child: ChildProcess,
+        printed: _RawOutput,
+        arena: Arena,
+        clock: Clock,
+        desk: QueryDesk | None = None,
     ) -> None:
         """Own a process, the memory shared with it, and the desk for its queries."""
         assert child.end is not None, "workers are started with a socket"
