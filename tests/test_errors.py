@@ -94,6 +94,8 @@ def test_exit_code_2_is_for_what_the_next_start_would_meet_again() -> None:
         "NoKey",
         "NotATimer",
         "OperatorError",
+        "QueryFailed",
+        "QueryTooLarge",
         "StateFull",
         "StateTooLarge",
     }

@@ -43,6 +43,7 @@ class World:
             coordinator=SimpleNamespace(status=lambda: status),
             source=SimpleNamespace(waits_for=None if self.listening else "no address is listened on"),
             runtime=SimpleNamespace(trouble=self.trouble),
+            queries=SimpleNamespace(trouble=self.lookups),
             swap=SimpleNamespace(trouble=self.version),
             firing=SimpleNamespace(trouble=self.timers) if self.timers else None,
             engine=SimpleNamespace(is_ready=self.spark, trouble=self.spark_trouble),
@@ -171,4 +172,13 @@ def test_timers_that_cannot_be_fired_are_told_until_they_can() -> None:
     world.timers = "timers of the store a cannot be fired: no"
     assert told(world.look()) == world.timers
     world.timers = ""
+    assert told(world.look()) == "ready"
+
+
+def test_a_lookup_that_is_too_old_is_told_until_it_is_fresh() -> None:
+    world = World()
+    world.look()
+    world.lookups = "the lookup tiers has not been computed for too long"
+    assert told(world.look()) == world.lookups
+    world.lookups = None
     assert told(world.look()) == "ready"

@@ -100,8 +100,8 @@ class Jobs:
     send: Callable[..., None]
     """Called from any thread with a message, and perhaps with files, which it closes."""
     concurrency: int
-    query_concurrency: int
-    scratch: str
+    query_concurrency: int = 1
+    scratch: str = ""
     """The folder for results of queries."""
     on_session_stopped: Callable[[], None]
     """Called from any thread when a job ends and its session can run no further job."""

@@ -100,10 +100,15 @@ class RunWindows(channel.Message, frozen=True):
     """Whose windows they are."""
 
     @property
+    def job(self) -> WindowJob:
+        """The first."""
+        return self.jobs[0]
+
+    @property
     def label(self) -> str:
         """What Spark's pages call the job."""
         more = f" and {len(self.jobs) - 1} more" if self.jobs[1:] else ""
-        return f"window {self.jobs[0].window.id}{more}"
+        return f"window {self.job.window.id}{more}"
 
 
 class Publish(channel.Message, frozen=True):

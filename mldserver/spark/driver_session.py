@@ -278,8 +278,7 @@ class Life:
         message = wire.RunWindows if isinstance(work, tuple) else wire.Publish
         request = message(job_id, work, function)  # type: ignore[arg-type]  # each takes its own kind of work
         # An error of several windows names none: any of them may be the cause.
-        first = work[0] if isinstance(work, tuple) else work
-        where = {} if isinstance(work, tuple) and work[1:] else {"window": first.window.id}
+        where = {} if isinstance(work, tuple) and work[1:] else {"window": request.job.window.id}
         answer: asyncio.Future[wire.JobDone | QueryResult | wire.FailedJob] = (
             asyncio.get_running_loop().create_future()
         )

@@ -84,7 +84,7 @@ async def test_a_job_may_end_in_the_very_moment_in_which_it_is_cancelled(tmp_pat
         if first == "the cancelling":
             call.cancel()
         # Behind the call's own step in the loop's queue, and before any that this brings about.
-        asyncio.get_running_loop().call_soon(alive._accept_answer, driver_messages.JobDone(job_id, ()))
+        asyncio.get_running_loop().call_soon(alive._accept_answer, driver_messages.JobDone(job_id, ()), [])
         if first == "the answer":
             asyncio.get_running_loop().call_soon(call.cancel)
         with pytest.raises(asyncio.CancelledError):

@@ -57,7 +57,8 @@ def test_small_local_data_gets_small_local_settings() -> None:
     assert conf["spark.sql.shuffle.partitions"] == "3"
     assert conf["spark.ui.enabled"] == "false"
     assert conf["spark.driver.bindAddress"] == "127.0.0.1"
-    assert "spark.scheduler.mode" not in conf
+    # Queries run beside windows, even if one window is computed at a time.
+    assert conf["spark.scheduler.mode"] == "FAIR"
 
 
 def test_the_application_is_called_after_its_pipeline_unless_the_user_names_it() -> None:
