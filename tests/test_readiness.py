@@ -25,6 +25,7 @@ class World:
     trouble: str | None = None
     version: str | None = None
     timers: str = ""
+    lookups: str | None = None
     listening: bool = True
     overdue: tuple[str, float, float | None] | None = None
     readiness: Readiness = field(default_factory=Readiness)
