@@ -35,7 +35,7 @@ from mldserver.coordinator.flusher import Destination
 from mldserver.coordinator.membership import ServerLocks
 from mldserver.deadletters.destinations import FOLDER, FolderDestination
 from mldserver.deadletters.redriver import Redriver
-from mldserver.engine_jobs import View
+from mldserver.engine_jobs import FunctionView
 from mldserver.errors import ConfigError, NotThereYet, OperatorError
 from mldserver.handler.inspection import load_spec
 from mldserver.handler.loader import entries_of
@@ -43,7 +43,7 @@ from mldserver.handler.queries import LookupSpec
 from mldserver.handler.spec import HandlerKind, HandlerSpec
 from mldserver.jobs.engine import Engine
 from mldserver.jobs.published import PublishedWindows
-from mldserver.jobs.queries import Queries
+from mldserver.jobs.query_service import QueryService
 from mldserver.jobs.runner import WindowRunner
 from mldserver.jobs.steps import WindowSteps
 from mldserver.ledger.operations import Ledger
@@ -93,7 +93,7 @@ class Parts:
     """None where no stream is named."""
     tls: ServerTLS | None
     """Of the listener; None for clear text."""
-    queries: Queries
+    queries: QueryService
     """Runs the handler's queries."""
     lookups: tuple[LookupSpec, ...]
     """The handler's lookup tables."""
@@ -176,7 +176,7 @@ async def assemble(
         code = await run_in_daemon_thread(read, name="mldserver-code")
     # The handler's module may import the packages that Spark's executors get. Workers inherit this process's path.
     sys.path += [entry for entry in entries_of(settings.spark_py_files) if entry not in sys.path]
-    queries = Queries(
+    queries = QueryService(
         {} if around.published is None else around.published,
         spill_bytes=settings.query_spill_bytes,
         clock=around.clock,
@@ -226,7 +226,7 @@ async def _assembled(
     runtime: Runtime,
     spec: HandlerSpec,
     code_path: str,
-    queries: Queries,
+    queries: QueryService,
 ) -> Parts:
     """Build the parts around a loaded handler. What reads files or imports much runs in a thread, not on the event loop.
 
@@ -375,7 +375,7 @@ def _published(
     """Return the published windows of a function, for queries."""
     tumbling = spec.windows if isinstance(spec.windows, Tumbling) else None
     sink = sink_of(settings)
-    shape = View(
+    shape = FunctionView(
         settings.pipeline,
         (),
         None if tumbling is None else spec.window_columns or WINDOW_COLUMNS,

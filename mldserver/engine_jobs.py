@@ -56,7 +56,7 @@ class PublishJob:
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class FunctionView:
     """The published windows of a function, as files, for queries of handlers."""
 
     name: str

@@ -135,10 +135,10 @@ class Context:
 
         The result has at most ``max_rows`` rows (up to 100,000) and 16 MiB. ``stream=True`` returns a ``RowStream`` of any number
         of rows instead, up to ``query_spill_bytes``. ``cache`` is a duration: the process may answer with a result of the
-        same text and values that is no older. ``timeout`` is a duration that shortens the setting ``query_timeout``.
+        same text and values from within that time. ``timeout`` is a duration that shortens the setting ``query_timeout``.
 
         Raises QueryTooLarge beyond these limits, and QueryFailed if Spark refuses the query or the time is over; TypeError
-        and ValueError for values and limits that cannot be.
+        for values, and ValueError for limits, that Spark cannot take.
         """
         rows = self._spark().sql(text, values, max_rows=max_rows, cache=cache, stream=stream, timeout=timeout)
         return self._kept(rows)
@@ -163,7 +163,7 @@ class Context:
     def _spark(self) -> Queries:
         if self._queries is None:
             raise QueryFailed(
-                "There is no Spark session to ask.",
+                "No Spark session is there to answer the query.",
                 advice="Give the handler a schema: without one the server starts no Spark. In a test, give Context the argument sql.",
             )
         return self._queries

@@ -148,7 +148,7 @@ class RowStream:
         return None if batch is None else rows_of(batch)
 
     def close(self) -> None:
-        """Let the file go. Later loops find no row."""
+        """Close the file. Later loops find no row."""
         self._batches = None
 
 
@@ -392,6 +392,6 @@ def spec_of(name: str, lookup: Lookup) -> LookupSpec:
 
 
 def discard(result: QueryResult) -> None:
-    """Close the file of a result that nobody wants."""
+    """Close the file of a result that is not used."""
     with contextlib.suppress(OSError):
         os.close(result.file)

@@ -1,4 +1,4 @@
-"""The published windows of a function, as a view for queries of handlers (``View``)."""
+"""The published windows of a function, as a view for queries of handlers (``FunctionView``)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from mldserver.base.clock import Clock
-from mldserver.engine_jobs import View
+from mldserver.engine_jobs import FunctionView
 from mldserver.ledger.contract import LedgerState, WindowState
 from mldserver.ledger.operations import Ledger
 from mldserver.output.layout import OUTPUTS, window_path
@@ -22,19 +22,19 @@ _FRESH_MS: Final = 1000
 class PublishedWindows:
     """The published windows of one function, each in its present revision, as far as the ledger remembers them."""
 
-    shape: View
+    shape: FunctionView
     """The view without paths."""
     has_view: bool
     """Whether queries can see the windows: those in a database's table they cannot."""
     ledger: Ledger
     store: OutputStore
     clock: Clock
-    _view: View | None = None
+    _view: FunctionView | None = None
     _read_ms: int | None = None
     _manifests: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """Of an output on an object store: the files of each manifest that was read. Manifests never change."""
 
-    async def view(self, *, fresh: bool = False) -> View | None:
+    async def view(self, *, fresh: bool = False) -> FunctionView | None:
         """Return the view; None: there is nothing to see. Without ``fresh`` it may be a second old.
 
         Raises LedgerError and OSError.
@@ -49,7 +49,7 @@ class PublishedWindows:
             self._read_ms = now_ms
         return self._view
 
-    def _view_of(self, state: LedgerState) -> View | None:
+    def _view_of(self, state: LedgerState) -> FunctionView | None:
         """Return the view of what the ledger holds. Blocking."""
         shown = sorted(
             (entry.start_ms or 0, entry.window_id)

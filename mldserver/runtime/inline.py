@@ -106,7 +106,7 @@ class InlineRuntime:
         call synchronous hooks on the event loop, unless the handler is ``blocking``. ``watched`` and
         ``mark``: as ``Caller`` has them. ``state_bytes``: the memory that the state of all stores may take here.
         ``settings``: what the handler reads as ``ctx.settings``. ``queries`` runs its queries, each for ``query_seconds`` at
-        most; None: there is no Spark session.
+        most; None: queries fail.
         """
         lanes, is_async = concurrency or spec.concurrency, spec.hooks[spec.record_hook].is_async
         if lanes > 1 and spec.record_hook is not RecordHook.RECORD:

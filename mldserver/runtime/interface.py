@@ -357,7 +357,7 @@ class Runtime(Protocol):
     async def fill_lookup(self, name: str, result: QueryResult) -> None:
         """Replace the table of a lookup in each process of the handler, present and future. The result's file is closed.
 
-        Raises QueryFailed if the result is no table by key.
+        Raises QueryFailed if the result has no unique key.
         """
 
     async def forget(self, shard_id: str) -> None:

@@ -265,7 +265,7 @@ async def _try(spec: HandlerSpec, lines: Sequence[bytes], around: _Around) -> Tr
 
     clock = SystemClock()
     policy = FailurePolicy(attempts=1, on_failure=OnFailure.HALT)
-    queries = _NoSpark()
+    queries = _CountedQueries()
     runtime = InlineRuntime(
         replace(spec, lookups=()),  # nothing computes them: their tables stay empty
         policy=policy,
@@ -304,7 +304,7 @@ async def _try(spec: HandlerSpec, lines: Sequence[bytes], around: _Around) -> Tr
     return Trial(len(lines), rows, first_rows(tables), by_class(letters), pending, queries.count)
 
 
-class _NoSpark:
+class _CountedQueries:
     """Counts queries and answers none: a ``QueryRunner``."""
 
     count = 0

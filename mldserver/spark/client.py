@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import structlog
 
-from mldserver.engine_jobs import PublishJob, View, WindowJob, WindowResult
+from mldserver.engine_jobs import FunctionView, PublishJob, WindowJob, WindowResult
 from mldserver.handler.queries import Query, QueryResult
 from mldserver.jobs.engine import Deadline, EngineFacts, deadline_seconds
 from mldserver.sinks.sink import Owner
@@ -122,7 +122,7 @@ class SparkEngine:
         deadline = deadline_seconds(self.job_deadline, (job,))
         await self.driver.ask(self._function, job, deadline, self._on_slow)
 
-    async def query(self, query: Query, views: tuple[View, ...], max_bytes: int) -> QueryResult:
+    async def query(self, query: Query, views: tuple[FunctionView, ...], max_bytes: int) -> QueryResult:
         """Run a query of the handler, waiting for a driver and for a free slot first.
 
         Raises QueryTooLarge beyond ``max_bytes``, QueryFailed and DriverLost. Cancelling the call cancels the query.

@@ -25,8 +25,8 @@ import msgspec
 
 from mldserver.children import channel
 from mldserver.engine_jobs import (  # msgspec reads them
+    FunctionView,  # msgspec reads it
     PublishJob,
-    View,  # msgspec reads it
     WindowJob,
 )
 from mldserver.handler.loader import is_library, relative
@@ -130,7 +130,7 @@ class RunQuery(channel.Message, frozen=True):
 
     id: int
     query: Query
-    views: tuple[View, ...]
+    views: tuple[FunctionView, ...]
     """Those that it names, as they are now."""
     max_bytes: int
     """Of the result's file."""

@@ -26,7 +26,7 @@ from mldserver.base.kill_points import kill_point
 from mldserver.base.uris import redaction, secrets_in
 from mldserver.children.channel import Channel, Descriptors
 from mldserver.children.process import ChildProcess, ending
-from mldserver.engine_jobs import PublishJob, View, WindowJob
+from mldserver.engine_jobs import FunctionView, PublishJob, WindowJob
 from mldserver.errors import DriverLost, QueryFailed, QueryTooLarge, WindowFailed, without_messages
 from mldserver.handler.queries import Query, QueryResult, discard
 from mldserver.observe.logging import LineLimit
@@ -320,7 +320,7 @@ class Life:
                 )
 
     async def query(
-        self, function: str, query: Query, views: tuple[View, ...], max_bytes: int
+        self, function: str, query: Query, views: tuple[FunctionView, ...], max_bytes: int
     ) -> QueryResult:
         """Have the driver run a query of a function's handler. Cancelling this call cancels the query.
 

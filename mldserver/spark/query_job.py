@@ -18,7 +18,7 @@ from pyspark.serializers import read_int
 from pyspark.sql.pandas.serializers import ArrowStreamSerializer
 from pyspark.sql.pandas.types import to_arrow_schema
 
-from mldserver.engine_jobs import View
+from mldserver.engine_jobs import FunctionView
 from mldserver.errors import QueryTooLarge
 from mldserver.handler.queries import Query, QueryResult, values_of
 from mldserver.sinks import find
@@ -39,9 +39,9 @@ class Views:
     def __init__(self, spark: SparkSession, sink_of: Callable[[str], SinkSpec | None]) -> None:
         """Make views in a session. ``sink_of`` returns where a function's windows are published."""
         self._spark, self._sink_of = spark, sink_of
-        self._made: dict[str, View] = {}
+        self._made: dict[str, FunctionView] = {}
 
-    def make(self, views: Sequence[View]) -> None:
+    def make(self, views: Sequence[FunctionView]) -> None:
         """Make the views that are not there as they are wanted. Raises what Spark raises for files that it cannot read."""
         for view in views:
             if view.is_table and (sink := self._sink_of(view.name)) is not None:
@@ -53,7 +53,7 @@ class Views:
                 self._frame(view).createOrReplaceTempView(f"`{view.name}`")
                 self._made[view.name] = view
 
-    def _frame(self, view: View) -> DataFrame:
+    def _frame(self, view: FunctionView) -> DataFrame:
         """Return the rows of a view's files.
 
         The columns are those of the latest window; in windows of earlier code, columns that were added since are null. Start
@@ -79,7 +79,13 @@ class Views:
 
 
 def run_query(
-    spark: SparkSession, views: Views, wanted: Sequence[View], query: Query, *, max_bytes: int, folder: str
+    spark: SparkSession,
+    views: Views,
+    wanted: Sequence[FunctionView],
+    query: Query,
+    *,
+    max_bytes: int,
+    folder: str,
 ) -> QueryResult:
     """Run a query; return its result in a file that is open here. ``folder``: where results of any number of rows are written.
 

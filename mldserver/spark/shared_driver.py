@@ -35,7 +35,7 @@ from mldserver.base.clock import Clock, SystemClock, first_of, in_time
 from mldserver.base.uris import redacted
 from mldserver.children.process import resident_bytes
 from mldserver.children.supervise import ChildExit, supervise
-from mldserver.engine_jobs import PublishJob, View, WindowJob
+from mldserver.engine_jobs import FunctionView, PublishJob, WindowJob
 from mldserver.errors import (
     DriverLost,
     MldserverError,
@@ -248,7 +248,7 @@ class SharedDriver:
                 return await life.ask(function.name, work, deadline, slow)
 
     async def query(
-        self, function: DriverFunction, query: Query, views: tuple[View, ...], max_bytes: int
+        self, function: DriverFunction, query: Query, views: tuple[FunctionView, ...], max_bytes: int
     ) -> QueryResult:
         """Run a query, as ``Life.query``; wait for a driver and a slot first."""
         while True:

@@ -177,7 +177,7 @@ class StandbyWorkers:
     ) -> None:
         """Replace the table of a lookup in processes that are ready and in ``others``, and in later ones.
 
-        Raises QueryFailed if the result is no table by key.
+        Raises QueryFailed if the result has no unique key.
         """
         old = self._lookups.pop(name, None)
         self._lookups[name] = (0 if old is None else old[0]) + 1, result
@@ -203,7 +203,7 @@ class StandbyWorkers:
                 await process.ask(message, (os.dup(result.file),))
 
     async def close(self) -> None:
-        """End the processes that are ready, and let the tables of lookups go."""
+        """End the processes that are ready, and close the tables of lookups."""
         while self._ready:
             await self._ready.popleft().close()
         while self._lookups:

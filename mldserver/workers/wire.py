@@ -8,8 +8,8 @@
 Queries of the handler have a socket of their own, because a hook may wait for one on the worker's event loop
 (``worker_queries.py``):
 
-    worker → server    RunQuery and CancelRequest
-    server → worker    QueryDone or Failed, once for each RunQuery
+    worker → server    AskQuery and CancelRequest
+    server → worker    QueryAnswered or Failed, once for each AskQuery
 
 A sequence's number has up to 56 digits: it crosses as bytes (``pack_sequence``).
 """
@@ -161,14 +161,14 @@ class FillLookup(WorkerRequest, frozen=True):
     """As in ``QueryResult``."""
 
 
-class RunQuery(Message, frozen=True):
+class AskQuery(Message, frozen=True):
     """Run a query of the handler."""
 
     id: int
     query: Query
 
 
-class QueryDone(Message, frozen=True):
+class QueryAnswered(Message, frozen=True):
     """A query has a result, whose file comes too."""
 
     id: int
@@ -293,8 +293,8 @@ FromServer = (
     | LogLevel
     | StateRoom
 )
-QueryRequest = RunQuery | CancelRequest
-QueryAnswer = QueryDone | Failed
+QueryRequest = AskQuery | CancelRequest
+QueryAnswer = QueryAnswered | Failed
 FromWorker = HandlerLoaded | BatchDone | Finished | Failed | BeatMessage | ForwardedLog
 
 

@@ -50,7 +50,7 @@ class WorkerQueries:
                 self._reader = threading.Thread(target=self._read, name="mldserver-queries", daemon=True)
                 self._reader.start()
         future.add_done_callback(partial(self._done, number))
-        if not send_now(self._end, wire.RunQuery(number, query), wait_seconds=_SEND_SECONDS):
+        if not send_now(self._end, wire.AskQuery(number, query), wait_seconds=_SEND_SECONDS):
             raise QueryFailed("The server does not take queries now.", did="The query was not begun.")
         return future
 
@@ -70,7 +70,7 @@ class WorkerQueries:
             for message in messages:
                 with self._lock:
                     future = self._waiting.pop(message.id, None)
-                if isinstance(message, wire.QueryDone):
+                if isinstance(message, wire.QueryAnswered):
                     _settle(future, QueryResult(files.pop(0), message.order))
                 else:
                     _settle(future, wire.error_of(message))
@@ -110,7 +110,7 @@ class QueryDesk:
         )
 
     def _receive(self, message: Any, _files: Descriptors) -> None:
-        if isinstance(message, wire.RunQuery):
+        if isinstance(message, wire.AskQuery):
             number = message.id
             self._cancel[number] = self._port.begin(message.query, partial(self._answer, number))
         elif (cancel := self._cancel.pop(message.id, None)) is not None:
@@ -121,7 +121,7 @@ class QueryDesk:
             if isinstance(answer, QueryResult):
                 discard(answer)
         elif isinstance(answer, QueryResult):
-            self._channel.send(wire.QueryDone(number, answer.order), (answer.file,))
+            self._channel.send(wire.QueryAnswered(number, answer.order), (answer.file,))
         else:
             self._channel.send(wire.failed(number, answer))
 

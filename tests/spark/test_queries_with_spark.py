@@ -19,7 +19,7 @@ import pytest
 import pytest_asyncio
 from support.spark_classes import spark_cache
 
-from mldserver.engine_jobs import View, WindowJob
+from mldserver.engine_jobs import FunctionView, WindowJob
 from mldserver.errors import QueryFailed, QueryTooLarge
 from mldserver.handler.queries import QueryResult, Rows, RowStream, batches_of, query_of
 from mldserver.spark.client import SparkEngine, make_engine
@@ -61,11 +61,11 @@ class World:
         pq.write_table(pa.table(rows), folder / "part-0.parquet")
         return str(folder)
 
-    def view(self, *paths: str) -> View:
-        return View("flights", paths, ("window_start", "window_end"), 60_000)
+    def view(self, *paths: str) -> FunctionView:
+        return FunctionView("flights", paths, ("window_start", "window_end"), 60_000)
 
     async def ask(
-        self, text: str, *views: View, max_rows: int | None = 1000, max_bytes: int = MB, **values: Any
+        self, text: str, *views: FunctionView, max_rows: int | None = 1000, max_bytes: int = MB, **values: Any
     ) -> Rows:
         query = query_of(text, values, seconds=60, max_rows=max_rows)
         result = await self.engine.query(query, views, max_bytes)
@@ -165,7 +165,7 @@ async def test_windows_of_earlier_code_lack_a_column_that_was_added(world: World
 
 
 async def test_a_view_of_a_function_without_windows_yet_is_empty_and_has_its_columns(world: World) -> None:
-    view = View("flights", (), ("window_start", "window_end"), 60_000, "n BIGINT, carrier STRING")
+    view = FunctionView("flights", (), ("window_start", "window_end"), 60_000, "n BIGINT, carrier STRING")
     rows = await world.ask("SELECT * FROM flights WHERE window_end > :now", view, now=START)
     assert (len(rows), rows.arrow().column_names) == (0, ["n", "carrier", "window_start", "window_end"])
 

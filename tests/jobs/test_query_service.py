@@ -12,11 +12,11 @@ from typing import Any, cast
 import pyarrow as pa
 import pytest
 
-from mldserver.engine_jobs import View
+from mldserver.engine_jobs import FunctionView
 from mldserver.errors import DriverLost, MldserverError, QueryFailed
 from mldserver.handler.queries import LookupSpec, Query, QueryResult, discard, query_of
 from mldserver.jobs.published import PublishedWindows
-from mldserver.jobs.queries import LOOKUP_BYTES, RESULT_BYTES, Queries
+from mldserver.jobs.query_service import LOOKUP_BYTES, RESULT_BYTES, QueryService
 
 Answer = QueryResult | MldserverError
 BOUNDED = query_of("SELECT * FROM flights", {}, seconds=5, max_rows=10)
@@ -68,9 +68,9 @@ class Published:
 
     reads: list[bool] = field(default_factory=list)
 
-    async def view(self, *, fresh: bool = False) -> View | None:
+    async def view(self, *, fresh: bool = False) -> FunctionView | None:
         self.reads.append(fresh)
-        return View("flights", (f"revision-{1 + fresh}",))
+        return FunctionView("flights", (f"revision-{1 + fresh}",))
 
 
 @dataclass
@@ -88,18 +88,18 @@ class Filled:
 
 
 class World:
-    """Queries whose Spark does what ``spark`` says."""
+    """QueryService whose Spark does what ``spark`` says."""
 
     def __init__(self, spark: Callable[..., Any], *lookups: LookupSpec) -> None:
         self.clock, self.published, self.runtime = Clock(), Published(), Filled()
         functions = {"flights": cast("PublishedWindows", self.published)}
-        self.queries = Queries(functions, spill_bytes=77, clock=self.clock)
-        self.asked: list[tuple[Query, tuple[View, ...], int]] = []
+        self.queries = QueryService(functions, spill_bytes=77, clock=self.clock)
+        self.asked: list[tuple[Query, tuple[FunctionView, ...], int]] = []
         self.answers: list[Answer] = []
         self.lookups = lookups
         self.spark = spark
 
-        async def ask(query: Query, views: tuple[View, ...], max_bytes: int) -> QueryResult:
+        async def ask(query: Query, views: tuple[FunctionView, ...], max_bytes: int) -> QueryResult:
             self.asked.append((query, views, max_bytes))
             return await self.spark(len(self.asked))  # type: ignore[no-any-return]  # each test's own
 
@@ -131,7 +131,7 @@ async def test_a_query_gets_the_views_that_its_text_or_its_values_name_and_a_lim
     async with world.running():
         for query in (BOUNDED, STREAM, query_of("SELECT 1", {}, seconds=5)):
             assert isinstance(await world.ask(query), QueryResult)
-    views = (View("flights", ("revision-1",)),)
+    views = (FunctionView("flights", ("revision-1",)),)
     assert [each[1:] for each in world.asked] == [(views, RESULT_BYTES), (views, 77), ((), 77)]
     assert (world.queries.done, world.queries.failed) == (3, 0)
 

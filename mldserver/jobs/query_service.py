@@ -1,4 +1,4 @@
-"""Queries of one function's handler, in the server: each with its deadline; and the lookup tables, computed again and again."""
+"""QueryService of one function's handler, in the server: each with its deadline; and the lookup tables, computed again and again."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import structlog
 
 from mldserver.base.backoff import Backoff
 from mldserver.base.clock import Clock
-from mldserver.engine_jobs import View
+from mldserver.engine_jobs import FunctionView
 from mldserver.errors import LedgerError, MldserverError, QueryFailed, SparkError
 from mldserver.handler.queries import LookupSpec, Query, QueryResult, values_of
 from mldserver.jobs.published import PublishedWindows
 
 log = structlog.get_logger("mldserver")
 
-AskSpark = Callable[[Query, tuple[View, ...], int], Awaitable[QueryResult]]
+AskSpark = Callable[[Query, tuple[FunctionView, ...], int], Awaitable[QueryResult]]
 """Runs a query with views; the result has at most so many bytes. Raises QueryFailed and SparkError."""
 
 FillLookup = Callable[[str, QueryResult], Awaitable[None]]
@@ -39,13 +39,13 @@ _FEW: Final = 60
 _RECORDS_A_QUERY: Final = 10
 
 
-class Queries:
+class QueryService:
     """Runs a handler's queries, and keeps its lookup tables fresh. ``begin`` works while ``run`` does."""
 
     def __init__(self, published: dict[str, PublishedWindows], *, spill_bytes: int, clock: Clock) -> None:
         """``published``: of the server's functions, by name. ``spill_bytes``: the largest result of any number of rows."""
         self.ask: AskSpark | None = None
-        """Set before ``run``; None: there is no Spark."""
+        """Set before ``run``; None: the server has no Spark session for the handler."""
         self.records: Callable[[], int] = lambda: 0
         """Returns how many records have come. Set before ``run``."""
         self.published = published
@@ -121,12 +121,12 @@ class Queries:
             raise QueryFailed(
                 f"The query had no result after {query.seconds:g} seconds.",
                 did="It was cancelled.",
-                advice="Queries wait for each other and for Spark: see query_concurrency and query_timeout.",
+                advice="QueryService wait for each other and for Spark: see query_concurrency and query_timeout.",
             ) from None
         except (SparkError, LedgerError, OSError) as error:
             raise QueryFailed(str(error)) from error
 
-    async def _views(self, query: Query, *, fresh: bool = False) -> tuple[View, ...]:
+    async def _views(self, query: Query, *, fresh: bool = False) -> tuple[FunctionView, ...]:
         """Return the views that a query may name."""
         texts = (query.text, *(each for each in values_of(query).values() if isinstance(each, str)))
         named = [each for name, each in self.published.items() if any(name in text for text in texts)]
