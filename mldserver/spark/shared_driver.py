@@ -72,6 +72,9 @@ _FIRST_STARTS = 3
 
 The death of a driver that was killed says nothing about the settings, and does not count."""
 
+_PATIENCE_SECONDS = 1.0
+"""How long a query waits for windows: Spark never takes a core from a task that runs, so a window would wait for the query's."""
+
 _ADVICE = "Give both functions the same module, rename it in one function, or serve one function with a separate server."
 
 Outcome = Literal["follows", "unfit", "refuses", "outdated"]
@@ -250,10 +253,11 @@ class SharedDriver:
     async def query(
         self, function: DriverFunction, query: Query, views: tuple[FunctionView, ...], max_bytes: int
     ) -> QueryResult:
-        """Run a query, as ``Life.query``; wait for a driver and a slot first."""
+        """Run a query, as ``Life.query``; wait for a driver and a slot first, and a little for windows that are computed."""
         while True:
             await self.ready(function)
             async with self._query_slots.hold(function.name):
+                await in_time(self._slots.idle(), self.clock, _PATIENCE_SECONDS)
                 if (life := self.serving(function)) is not None:
                     return await life.query(function.name, query, views, max_bytes)
 

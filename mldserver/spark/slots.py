@@ -17,7 +17,11 @@ class FairSlots:
 
     def __init__(self, count: int) -> None:
         """Create ``count`` free slots."""
-        self._free = count
+        self._count = self._free = count
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self.idle = self._idle.wait
+        """Returns once all slots are free."""
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
         """By function, the jobs that wait; functions without such a job are left out."""
         self._turns = itertools.count(1)
@@ -28,6 +32,7 @@ class FairSlots:
     async def hold(self, function: str) -> AsyncIterator[Callable[[], None]]:
         """Wait for a slot and hold it while the context lasts. The block receives a function that frees the slot early."""
         await self._acquire(function)
+        self._idle.clear()
         release_once = contextlib.ExitStack()
         release_once.callback(self._release)
         with release_once:
@@ -60,6 +65,8 @@ class FairSlots:
                 self._free -= 1
                 self._served[function] = next(self._turns)
                 turn.set_result(None)
+        if self._free == self._count:
+            self._idle.set()
 
     def _forget(self, function: str, turn: asyncio.Future[None]) -> None:
         waiting = self._waiting.get(function, deque())

@@ -23,6 +23,7 @@ from bench import (
     isolation,
     per_row,
     poison,
+    queries,
     retained,
     small_windows,
     state,
@@ -65,6 +66,7 @@ PARTS = (
     "timers",
     "functions",
     "isolation",
+    "queries",
     "admin_load",
     "hot",
 )
@@ -136,6 +138,9 @@ def _run(given: argparse.Namespace) -> int:
                 given.phase_seconds, given.rounds, folder / "isolation", spark=spark
             )
             console.print(isolation_table(document["isolation"], given.phase_seconds))
+        if "queries" in parts and given.engine == "spark":
+            document["queries"] = queries.measure(given.rounds, given.query_rows, folder / "queries")
+            console.print(queries_table(document["queries"], given.query_rows))
         if "admin_load" in parts:
             document["admin_load"] = admin_load.measure(given.rounds, given.share, given.requests)
             console.print(admin_table(document["admin_load"], given.requests))
@@ -178,6 +183,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--timers", type=int, default=1_000_000, help="that are due within one second")
     parser.add_argument("--idle-timers", type=int, default=200, help="single ones, by poll interval")
     parser.add_argument("--load-seconds", type=float, default=60.0, help="of five functions")
+    parser.add_argument(
+        "--query-rows", type=int, default=1_000_000, help="of queries, windows beside them, and a lookup"
+    )
     parser.add_argument("--phase-seconds", type=float, default=15.0, help="of isolation")
     parser.add_argument("--requests", type=int, default=2_000, help="to the admin endpoint")
     parser.add_argument(
@@ -491,6 +499,28 @@ def isolation_table(measured: dict[str, dict[str, float]], seconds: float) -> Ta
         table.add_row(
             phase, f"{each['p50_ms']:.2f}", f"{each['p99_ms']:.2f}", *told, f"{each['window_s']:.2f}"
         )
+    return table
+
+
+def queries_table(measured: dict[str, float], rows: int) -> Table:
+    """Show what queries of handlers take, and what windows take beside them."""
+    table = Table(title=f"Queries over {rows:,} rows, and a lookup of as many", title_justify="left")
+    for name in ("", "measured", "must be"):
+        table.add_column(name, justify="right" if name else "left")
+    ratio = measured["window_beside_seconds"] / measured["window_alone_seconds"]
+    for name, figure, most in (
+        ("a query that groups, ms", 1000 * measured["small_seconds"], ""),
+        ("a query of one row, ms", 1000 * measured["one row_seconds"], ""),
+        ("queries that group, a second", measured["small_per_second"], ""),
+        ("cached results, a second", measured["cached_per_second"], ""),
+        ("the lookup: its query, s", measured["lookup_query_seconds"], ""),
+        ("the lookup: its dict, s", measured["lookup_fill_seconds"], ""),
+        ("lookups, a second", measured["lookups_per_second"], ""),
+        ("a window alone, s", measured["window_alone_seconds"], ""),
+        ("a window beside queries, s", measured["window_beside_seconds"], ""),
+        ("ratio", ratio, f"<= {queries.MOST_WINDOWS}"),
+    ):
+        table.add_row(name, f"{figure:,.2f}", most)
     return table
 
 

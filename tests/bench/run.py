@@ -15,6 +15,7 @@ They assert results, never times. Each module says what it measures:
 * ``timers.py``: a million timers that are set and then due within one second, how late those of an idle server are, and what they take.
 * ``functions.py``: memory and CPU of five functions in one server, against five servers.
 * ``isolation.py``: batch latency and windows of a function beside others that raise, flood, sleep, kill and fill.
+* ``queries.py``: queries of handlers and lookups, and windows beside as many queries as run at a time.
 * ``admin_load.py``: what fifty clients of the admin endpoint cost the pipeline, and whether 2,000 requests leave anything.
 * ``hot/``: CPU, latency and memory against amazon_kclpy, a raw uvloop echo and the bare decode, and what they must reach;
   and the matrix of that, each shape of batches at 1 to 2,000 connections (``--only matrix``: nothing else).

@@ -17,6 +17,7 @@ from support.spark_classes import spark_cache
 
 from mldserver.engine_jobs import WindowJob
 from mldserver.errors import WindowFailed
+from mldserver.handler.queries import Rows, batches_of, query_of
 from mldserver.spark.client import SparkEngine, make_engine
 from mldserver.windows import Window
 
@@ -101,6 +102,10 @@ async def test_windows_are_computed_on_all_executors_exactly_until_one_comes_tha
                 else:
                     counts = dict(zip(*(table[c].to_pylist() for c in ("carrier", "flights")), strict=True))
                     assert counts == {"UA": 4 * 167, "AA": 4 * 333}
+            text = "SELECT carrier, count(*) AS n FROM parquet.`{}` GROUP BY carrier ORDER BY n"
+            query = query_of(text.format(tmp_path / "segments"), {}, seconds=60)
+            batches = list(batches_of(await spark.query(query, (), MIB)))
+            assert [tuple(row) for row in Rows(pa.Table.from_batches(batches))] == [("UA", 668), ("AA", 1332)]
             assert [len(worker.executors()) for worker in workers] == [1, 1]
             if blinds := can_blind(tmp_path / "staging"):
                 workers.append(await parts.worker(blind=tmp_path / "staging"))

@@ -107,3 +107,16 @@ async def test_no_slot_is_lost_or_made_whatever_is_cancelled_when() -> None:
     assert sorted(it.running) == ["x0", "x1", "x2"]
     for task in it.tasks.values():
         task.cancel()
+
+
+async def test_the_slots_are_idle_while_all_are_free() -> None:
+    it = Queue(2)
+    await it.slots.idle()
+    it.add("a0", "a1", "b0")
+    await it.settle()
+    idle = asyncio.ensure_future(it.slots.idle())
+    for name in ("a0", "a1"):
+        await it.end(name)
+        assert not idle.done()
+    await it.end("b0")
+    await idle

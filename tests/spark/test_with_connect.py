@@ -14,8 +14,9 @@ import pyarrow.parquet as pq
 import pytest
 from support.cluster import NOT_BLINDED, can_blind, spark_parts
 
-from mldserver.engine_jobs import WindowJob
+from mldserver.engine_jobs import FunctionView, WindowJob
 from mldserver.errors import NotThereYet, OperatorError, WindowFailed
+from mldserver.handler.queries import Rows, batches_of, query_of
 from mldserver.spark.client import make_engine
 from mldserver.spark.shared_driver import SharedDriver
 from mldserver.windows import Window
@@ -69,6 +70,14 @@ async def test_windows_are_computed_failed_and_cancelled_over_connect(
                 assert (
                     await engine.compute(job("identity", 64 << 20))
                 ).rows == 3  # shared out to several tasks
+                view = FunctionView("flights", (rows,), ("window_start", "window_end"), 60_000)
+                text = "SELECT carrier, delay FROM flights WHERE delay > :least ORDER BY delay"
+                query = query_of(text, {"least": 1.5}, seconds=60, max_rows=10)
+                batches = list(batches_of(await engine.query(query, (view,), 1 << 20)))
+                assert [tuple(row) for row in Rows(pa.Table.from_batches(batches))] == [
+                    ("UA", 2.0),
+                    ("AA", 4.0),
+                ]
                 jobs = tuple(job(name) for name in ("by_view", "by_the_same_view", "empty_view"))
                 together = await engine.compute_group(jobs)
             finally:

@@ -92,3 +92,17 @@ def test_without_a_worker_there_is_no_plan() -> None:
         place({}, (), "a")
     with pytest.raises(ValueError, match="no worker"):
         spread({"a": 1}, ())
+
+
+def test_a_thousand_shards_over_three_workers_and_over_two_nodes_of_three() -> None:
+    def loads(shards: int) -> list[int]:
+        plan: dict[str, int] = {}
+        for shard in range(shards):
+            plan[f"shardId-{shard:012}"] = place(plan, {0, 1, 2}, f"shardId-{shard:012}")
+        return sorted(Counter(plan.values()).values(), reverse=True)
+
+    assert loads(1024) == [342, 341, 341]
+    assert loads(1024 // 2) == [171, 171, 170]
+    # The same when they come all at once.
+    all_at_once = spread(dict.fromkeys(map(str, range(1024)), -1), {0, 1, 2})
+    assert sorted(Counter(all_at_once.values()).values(), reverse=True) == [342, 341, 341]
