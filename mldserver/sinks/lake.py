@@ -204,9 +204,12 @@ class Folder:
         """Return whether a folder of this place holds anything."""
         from pyarrow import fs  # noqa: PLC0415  # see above
 
-        return bool(
-            self.filesystem.get_file_info(fs.FileSelector(f"{self.base}/{path}", allow_not_found=True))
-        )
+        selector = fs.FileSelector(f"{self.base}/{path}", allow_not_found=True)
+        try:
+            return bool(self.filesystem.get_file_info(selector))
+        except FileNotFoundError:
+            # It was not there when Arrow listed it, and was when Arrow asked why: another server has just made it.
+            return True
 
     def _copy(self, source: FileSystem, path: str, target: str) -> None:
         from pyarrow import fs  # noqa: PLC0415  # see above

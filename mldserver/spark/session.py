@@ -149,7 +149,8 @@ def defaults(start: StartSession, cores: int) -> dict[str, str]:
         ours["spark.hadoop.fs.permissions.umask-mode"] = f"{umask():03o}"
     # Windows and queries that run at the same time share the cores instead of queueing behind the first.
     ours["spark.scheduler.mode"] = "FAIR"
-    ours["spark.scheduler.allocation.file"] = (Path(start.scratch) / _POOLS).as_uri()
+    # Spark takes the name as it is, and decodes nothing in it.
+    ours["spark.scheduler.allocation.file"] = f"file://{Path(start.scratch) / _POOLS}"
     if is_local(start.master):
         ours |= _LOCAL
         ours["spark.sql.shuffle.partitions"] = str(cores)

@@ -7,7 +7,7 @@ import signal
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from urllib.parse import parse_qs
 
 import pyarrow as pa
@@ -22,7 +22,7 @@ from support.s3 import bucket
 
 from mldserver.engine_jobs import PublishJob, WindowJob
 from mldserver.errors import OperatorError
-from mldserver.sinks import iceberg
+from mldserver.sinks import iceberg, lake
 from mldserver.sinks.sink import Owner, SinkSpec
 from mldserver.spark.session import DriverSession
 from mldserver.spark.window_job import WindowHook, run_windows
@@ -353,3 +353,14 @@ def test_windows_that_differ_in_seconds_are_told_apart_also_in_a_table_with_shor
             local.publish(local.output(each * second, [f"{each}"], revision=revision))
     assert local.rows() == [row for each in (1, 11, 21) for row in expected(each * second, [f"{each}"], 2)]
     assert len(local.named()) == 3
+
+
+def test_a_folder_that_another_server_makes_while_it_is_listed_is_there(tmp_path: Path) -> None:
+    class Listing:
+        """Arrow lists a folder, finds none, and then finds that it is there."""
+
+        def get_file_info(self, selector: Any) -> Any:
+            raise FileNotFoundError(f"Cannot list directory '{selector.base_dir}'")
+
+    assert lake.Folder(cast("Any", Listing()), str(tmp_path)).has("data/day/window")
+    assert not lake.Folder.at(str(tmp_path)).has("data/day/window")
