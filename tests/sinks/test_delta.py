@@ -388,3 +388,14 @@ def test_files_that_spark_wrote_alone_or_in_a_group_go_into_the_table_as_they_ar
     files = delta._files(local.table).to_pylist()
     assert sorted(file["num_records"] for file in files) == [1, 2]
     assert {file["min._window"] for file in files} == {window_of(1).id, window_of(2).id}
+
+
+def test_queries_read_the_present_files_the_latest_window_last(local: Lake) -> None:
+    assert delta.files(local.sink) == ()
+    local.own()
+    for hour in (1, 0, 30):
+        local.publish(local.output(hour, [f"{hour}"]))
+    local.publish(local.output(1, ["again"], revision=2))
+    paths = [path.removeprefix("file://") for path in delta.files(local.sink)]
+    found = [pq.read_table(path, columns=["name"], partitioning=None)["name"].to_pylist() for path in paths]
+    assert found == [["0"], ["again"], ["30"]]

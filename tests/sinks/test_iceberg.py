@@ -364,3 +364,14 @@ def test_a_folder_that_another_server_makes_while_it_is_listed_is_there(tmp_path
 
     assert lake.Folder(cast("Any", Listing()), str(tmp_path)).has("data/day/window")
     assert not lake.Folder.at(str(tmp_path)).has("data/day/window")
+
+
+def test_queries_read_the_present_files_the_latest_window_last(local: Lake) -> None:
+    assert iceberg.files(local.sink) == ()
+    local.own()
+    for hour in (1, 0, 30):
+        local.publish(local.output(hour, [f"{hour}"]))
+    local.publish(local.output(1, ["again"], revision=2))
+    paths = [path.removeprefix("file://") for path in iceberg.files(local.sink)]
+    found = [pq.read_table(path, columns=["name"], partitioning=None)["name"].to_pylist() for path in paths]
+    assert found == [["0"], ["again"], ["30"]]
