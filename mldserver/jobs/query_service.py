@@ -123,7 +123,12 @@ class QueryService:
                 did="It was cancelled.",
                 advice="QueryService wait for each other and for Spark: see query_concurrency and query_timeout.",
             ) from None
-        except (SparkError, LedgerError, OSError) as error:
+        except (
+            SparkError,
+            LedgerError,
+            OSError,
+            ValueError,
+        ) as error:  # ValueError: of a manifest, or of Arrow
             raise QueryFailed(str(error)) from error
 
     async def _views(self, query: Query, *, fresh: bool = False) -> tuple[FunctionView, ...]:

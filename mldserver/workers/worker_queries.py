@@ -56,6 +56,8 @@ class WorkerQueries:
 
     def _done(self, number: int, future: Future[QueryResult]) -> None:
         if future.cancelled():
+            with self._lock:
+                self._waiting.pop(number, None)
             send_now(self._end, wire.CancelRequest(number), wait_seconds=_SEND_SECONDS)
 
     def _read(self) -> None:

@@ -158,6 +158,7 @@ async def test_a_query_that_meets_a_file_that_a_later_revision_has_replaced_runs
             "The Spark driver is gone. A fresh one starts.",
         ),
         (OSError("no disk"), "no disk"),
+        (ValueError("a manifest of format 9"), "a manifest of format 9"),
     ],
 )
 async def test_whatever_fails_the_handler_is_told_that_its_query_failed(error: Exception, said: str) -> None:
