@@ -22,7 +22,7 @@ from mldserver.base.threads import run_in_daemon_thread
 from mldserver.base.tls import ServerTLS
 from mldserver.base.uris import hadoop_settings, redacted
 from mldserver.config.locations import RemoteOut, SqlitePlace
-from mldserver.config.resolve import home, ledger_file, sink_of
+from mldserver.config.resolve import home, late_sink_of, ledger_file, sink_of
 from mldserver.config.settings import Settings
 from mldserver.consumer.claims import Claims
 from mldserver.consumer.shard import ConsumerParts
@@ -42,6 +42,7 @@ from mldserver.handler.loader import entries_of
 from mldserver.handler.queries import LookupSpec
 from mldserver.handler.spec import HandlerKind, HandlerSpec
 from mldserver.jobs.engine import Engine
+from mldserver.jobs.late_table import LateTable
 from mldserver.jobs.published import PublishedWindows
 from mldserver.jobs.query_service import QueryService
 from mldserver.jobs.runner import WindowRunner
@@ -276,14 +277,18 @@ async def _assembled(
             freed=freed,
             table=shape.table,
         )
-        runner = WindowRunner(
-            steps,
-            settings,
-            random=rng,
-            log_error_messages=settings.log_error_messages,
-            gate=None if around.driver is None else around.driver.run_gate,
+        retrying = {
+            "random": rng,
+            "log_error_messages": settings.log_error_messages,
             **settings.replaced("retry_seconds"),
-        )
+        }
+        late_table = None
+        if settings.late_sink is not None:
+            late_table = LateTable(
+                steps, table=str(settings.late_sink), window_columns=spec.window_columns, **retrying
+            )
+        gate = None if around.driver is None else around.driver.run_gate
+        runner = WindowRunner(steps, settings, gate=gate, late_table=late_table, **retrying)
     letters = await run_in_daemon_thread(
         partial(destination_of, settings, store, clock, rng), name="mldserver-letters"
     )
@@ -601,6 +606,7 @@ def spark_of(
         "job_deadline": settings.window_deadline_seconds,
         "storage": hadoop_settings(getattr(settings.out, "uri", ""), settings.spark_conf),
         "sink": sink_of(settings),
+        "late_sink": late_sink_of(settings),
         "pipeline": settings.pipeline,
         "new_ledger": settings.new_ledger,
         "code": spec.code,

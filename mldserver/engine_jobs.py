@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Final
 
 from mldserver.windows import Window  # a job that crosses is read by its annotations
+
+WINDOW: Final = "_window"
+"""Column of a table that holds the window's id, text."""
+
+REVISION: Final = "_revision"
+"""Column of a table that holds the window's revision, INT."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +60,8 @@ class PublishJob:
     """As in WindowJob."""
     ledger: str = ""
     """The id of the ledger that holds the window: its revisions count there."""
+    late: bool = False
+    """Whether it is late rows, which have a table of their own."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,6 +70,19 @@ def told_of(error: MldserverError | OSError) -> dict[str, Any]:
     }
 
 
+def fields_to_log(error: Exception, *, quotes: bool) -> dict[str, Any]:
+    """Return an error of a job as fields of the log. ``quotes``: whether they may quote what the user's code or Spark says."""
+    fields = error.told() if isinstance(error, MldserverError) else {"what": str(error)}
+    if not may_quote(error, quotes=quotes):
+        fields |= {name: without_messages(fields[name]) for name in ("what", "traceback") if name in fields}
+    return fields
+
+
+def may_quote(error: Exception, *, quotes: bool) -> bool:
+    """Return whether what an error says may be shown: it quotes nobody else, or that is allowed."""
+    return quotes or not isinstance(error, WindowFailed) or not error.quotes
+
+
 WITHHELD: Final = "(message withheld: see log_error_messages)"
 _FRAME: Final = re.compile(r' *File "[^"]+", line \d+(, in |$)|\s+at [\w.$<>/]+\(|\s*\.\.\. \d+ more|\t… \d')
 """A line of a traceback that says where: Python's, or Java's."""

@@ -369,10 +369,10 @@ async def _state_of(ledger: Ledger) -> LedgerState:
 
 
 def _is_drained(state: LedgerState) -> bool:
-    """Whether no server serves the function, and all its windows are published or set aside."""
+    """Whether no server serves the function, and its windows and late rows are published or set aside."""
     done = (
         window.state is WindowState.SET_ASIDE
         or (window.state is WindowState.PUBLISHED and not window.pending)
         for window in state.windows.values()
     )
-    return all(done) and all(server.startswith(DRAIN) for server in state.servers)
+    return all(done) and not state.late_segments and all(server.startswith(DRAIN) for server in state.servers)

@@ -295,18 +295,19 @@ class Pipeline:
             await coordinator.flush("drain")
             if self.undeploys and view.state.life.wanted is not Wanted.UNDEPLOYED:
                 return
-            if runner is not None and len(runner.unfinished):
+            if runner is not None and not runner.is_idle:
                 self._to_compute.set()
                 await runner.idle()
                 continue
-            windows = (await parts.ledger.peek()).windows.values()
+            state = await parts.ledger.peek()
+            windows = state.windows.values()
             set_aside = [window for window in windows if window.state is WindowState.SET_ASIDE]
             published = [
                 window for window in windows if window.state is WindowState.PUBLISHED and not window.pending
             ]
-            if len(set_aside) + len(published) == len(windows):
+            if len(set_aside) + len(published) == len(windows) and not state.late_segments:
                 break
-            # Another drain has cut the other windows, and publishes them.
+            # Another drain has cut the other windows, or has the late rows, and publishes them.
             await self._clock.sleep(self.settings.flush_interval_ms / 1000)
         log.info("pipeline.drained", set_aside=[window.window_id for window in set_aside])
 
@@ -360,7 +361,7 @@ class Pipeline:
     async def finished(self) -> None:
         """Return once every known shard has ended and every window is published (or set aside)."""
         parts = await self.assembled()
-        while not parts.coordinator.is_over or (parts.runner is not None and len(parts.runner.unfinished)):
+        while not parts.coordinator.is_over or (parts.runner is not None and not parts.runner.is_idle):
             # Child shards may appear while the last windows are computed, so check again.
             await parts.coordinator.over()
             if parts.runner is not None:

@@ -26,6 +26,7 @@ class World:
     version: str | None = None
     timers: str = ""
     lookups: str | None = None
+    late_rows: str | None = None
     listening: bool = True
     overdue: tuple[str, float, float | None] | None = None
     readiness: Readiness = field(default_factory=Readiness)
@@ -48,7 +49,9 @@ class World:
             swap=SimpleNamespace(trouble=self.version),
             firing=SimpleNamespace(trouble=self.timers) if self.timers else None,
             engine=SimpleNamespace(is_ready=self.spark, trouble=self.spark_trouble),
-            runner=SimpleNamespace(overdue=lambda: self.overdue),
+            runner=SimpleNamespace(
+                overdue=lambda: self.overdue, late_table=SimpleNamespace(trouble=self.late_rows)
+            ),
         )
         return self.readiness.update(cast("Parts", parts))
 
@@ -82,6 +85,11 @@ def test_what_is_broken_is_told_once_until_it_is_green_again(green_before: bool)
     assert told(world.look()) == "ready"
     world.flush_failing = "No space left on device."
     assert told(world.look()) == "rows cannot be made durable: No space left on device"
+
+
+def test_late_rows_that_cannot_be_written_are_a_fault() -> None:
+    world = World(late_rows="late rows cannot be written into delta:/late: no quota")
+    assert told(world.look()) == world.late_rows
 
 
 def test_what_breaks_while_spark_is_away_is_told_too() -> None:

@@ -145,7 +145,9 @@ def unready(parts: Parts, status: CoordinatorStatus | None = None) -> list[tuple
                 True,
             )
         )
-    troubled = (part for part in (parts.runtime, parts.queries, parts.swap, parts.firing) if part is not None)
+    late_table = None if parts.runner is None else parts.runner.late_table
+    may_be_troubled = (parts.runtime, parts.queries, parts.swap, parts.firing, late_table)
+    troubled = (part for part in may_be_troubled if part is not None)
     found += [(part.trouble, True) for part in troubled if part.trouble is not None]
     if parts.engine is not None and not parts.engine.is_ready:
         why = parts.engine.trouble

@@ -19,6 +19,7 @@ from mldserver.cli.render import (
     write_json,
     write_text,
 )
+from mldserver.config.resolve import sink_of
 from mldserver.errors import OperatorError
 from mldserver.ledger.contract import Decision, LedgerState, WindowEntry, WindowState
 from mldserver.sinks import find
@@ -225,7 +226,7 @@ def _impossible(window: str, why: str, choices: tuple[Decision, ...]) -> Operato
 
 def _table_versions(where: LedgerOptions) -> tuple[dict[str, str], str]:
     """Return the version of the sink's table for each window, as far as the table has them; and why it cannot be read."""
-    sink = ledger_settings(where).sink
+    sink = sink_of(ledger_settings(where))
     versions = None if sink is None else getattr(find(sink.format), "versions", None)
     if versions is None:
         return {}, ""

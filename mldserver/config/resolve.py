@@ -314,20 +314,32 @@ def _check_together(settings: Settings) -> None:
 
 def _check_sink(settings: Settings) -> None:
     """Raise ConfigError if the sink's settings do not fit together, or not the sink's format."""
-    sink = sink_of(settings)
+    sink, late_sink = sink_of(settings), late_sink_of(settings)
     for name in ("sink_table", "sink_options"):
-        if sink is None and getattr(settings, name):
+        has_options = name == "sink_options" and late_sink is not None
+        if sink is None and getattr(settings, name) and not has_options:
             raise ConfigError(
                 f"{name} ({settings.origin(name)}) means nothing without a sink.",
                 advice=f"Set sink too, or leave {name} out.",
             )
-    try:
-        if sink is not None:
-            find(sink.format).check_settings(sink)
-    except ValueError as error:
+    for name, table in (("sink", sink), ("late_sink", late_sink)):
+        try:
+            if table is not None:
+                find(table.format).check_settings(table)
+        except ValueError as error:
+            raise ConfigError(
+                f"{name} = {table} ({settings.origin(name)}) does not go with the other settings: {error}."
+            ) from error
+    if late_sink is not None and not hasattr(find(late_sink.format), "files"):
         raise ConfigError(
-            f"sink = {sink} ({settings.origin('sink')}) does not go with the other settings: {error}."
-        ) from error
+            f"late_sink = {late_sink} ({settings.origin('late_sink')}) is not a table of files.",
+            advice="Name a table of Delta Lake or Iceberg, or leave late_sink out: late rows then go to `_late` in `out`.",
+        )
+    if late_sink is not None and settings.sink == settings.late_sink:
+        raise ConfigError(
+            f"sink and late_sink ({settings.origin('late_sink')}) name the same table, {late_sink}.",
+            advice="Late rows have the handler's columns, not those of windows: name another table.",
+        )
 
 
 def _check_spark(settings: Settings) -> None:
@@ -385,6 +397,14 @@ def sink_of(settings: Settings) -> SinkSpec | None:
     if settings.sink is None:
         return None
     return replace(settings.sink, table=settings.sink_table or "", options=dict(settings.sink_options))
+
+
+def late_sink_of(settings: Settings) -> SinkSpec | None:
+    """Return the sink of late rows; None if there is none. It has ``sink_options``, unless ``sink`` has another format."""
+    if settings.late_sink is None:
+        return None
+    is_like = settings.sink is None or settings.sink.format == settings.late_sink.format
+    return replace(settings.late_sink, options=dict(settings.sink_options) if is_like else {})
 
 
 def home(settings: Settings) -> Path:

@@ -100,6 +100,8 @@ class PipelineSettings:
     name are moved to quarantine."""
     sink: SinkSpec | None = setting(locations.sink, None)
     """Where published windows go: Parquet files in `out`, or a table that Spark writes into."""
+    late_sink: SinkSpec | None = rare(locations.sink, None)
+    """Where late rows go that are not computed into their window: Parquet files in `out`, or a table of Delta Lake or Iceberg."""
     sink_table: str | None = setting(
         kinds.optional(kinds.text("a table's name as SQL takes it, such as SCHEMA.TABLE")), None
     )

@@ -113,6 +113,7 @@ class Coordinator:
             unique=unique,
             rules=rules,
             letters=letters,
+            late_table=None if runner is None else runner.late_table,
         )
         self._view = self.watermark.view(now_ms)
         self._retention = Retention(

@@ -24,6 +24,7 @@ from mldserver.coordinator.core.ledger_view import LedgerView
 from mldserver.coordinator.core.open_windows import CoordinatorRules, CutWindows, OpenWindows, WindowKey
 from mldserver.effects import Effects
 from mldserver.errors import LedgerError
+from mldserver.jobs.late_table import LateTable
 from mldserver.ledger.contract import (
     BatchProgress,
     BatchStep,
@@ -106,6 +107,8 @@ class Flusher:
     rules: CoordinatorRules
     letters: Destination | None = None
     """Where dead letters go; None: they stay in the ledger."""
+    late_table: LateTable | None = None
+    """Where late rows go; None: into the late dataset of the output folder."""
     open_windows: OpenWindows | None = field(init=False)
     """None for a handler without rows."""
     cut_windows: CutWindows = field(init=False)
@@ -439,9 +442,9 @@ class Flusher:
         self.cut_windows.registered(again, self.clock.steady_ms())
 
     async def publish_late(self) -> None:
-        """Make registered late rows visible. Raises OSError or LedgerError; repeatable."""
+        """Make registered late rows visible, or hand them to their table. Raises OSError or LedgerError; repeatable."""
         if self._late:
-            await publish_late(self._late, self.ledger, self.store)
+            await publish_late(self._late, self.ledger, self.store, self.late_table)
             self._late = ()
 
     async def join_small(self) -> None:

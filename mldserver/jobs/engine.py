@@ -10,9 +10,17 @@ from dataclasses import dataclass
 from typing import Final, Literal, Protocol
 
 from mldserver.engine_jobs import PublishJob, WindowJob, WindowResult
+from mldserver.errors import LedgerError, OperatorError, SparkError
 
 Deadline = float | Literal["by_size"] | None
 """Seconds of one job, or by what it has to do, or None, for ever: the setting ``window_deadline``."""
+
+RETRIED_ERRORS: Final = (SparkError, LedgerError, OperatorError, OSError)
+"""Errors after which a job is tried again. Any other error is a bug and ends the server."""
+
+RETRY_SECONDS: Final = (1.0, 60.0)
+"""The first wait between two tries of a job or a query, and the longest. Most errors pass within seconds (an executor that was
+lost) or not at all; a halted window is tried again once a minute, which costs a cluster little."""
 
 _AT_LEAST_SECONDS: Final = 15 * 60
 _SECONDS_PER_BYTE: Final = 10 / 2**20

@@ -13,6 +13,7 @@ from mldserver.base.clock import Clock
 from mldserver.engine_jobs import FunctionView
 from mldserver.errors import LedgerError, MldserverError, QueryFailed, SparkError
 from mldserver.handler.queries import LookupSpec, Query, QueryResult, values_of
+from mldserver.jobs.engine import RETRY_SECONDS
 from mldserver.jobs.published import PublishedWindows
 
 log = structlog.get_logger("mldserver")
@@ -29,7 +30,6 @@ LOOKUP_BYTES: Final = 64 << 20
 """The largest lookup table."""
 _RED_AFTER: Final = 3
 """After so many intervals without a new table the server is not ready."""
-_RETRY_SECONDS: Final = (1.0, 60.0)
 _GONE: Final = ("FILE_NOT_EXIST", "PATH_NOT_FOUND", "FAILED_READ_FILE")
 """What Spark says of a file that a later revision has replaced."""
 _MINUTE_MS: Final = 60_000
@@ -140,7 +140,7 @@ class QueryService:
 
     async def _keep_fresh(self, lookup: LookupSpec, fill: FillLookup) -> None:
         """Compute a lookup table at each interval; after a failure sooner."""
-        backoff, seconds = Backoff(*_RETRY_SECONDS), lookup.every_ms / 1000
+        backoff, seconds = Backoff(*RETRY_SECONDS), lookup.every_ms / 1000
         patience_ms = _RED_AFTER * lookup.every_ms
         self._due[lookup.name] = self._clock.steady_ms() + patience_ms
         while True:

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import structlog
 
@@ -26,12 +26,12 @@ from mldserver.errors import (
     DriverLost,
     LedgerError,
     MldserverError,
-    OperatorError,
-    SparkError,
     WindowFailed,
-    without_messages,
+    fields_to_log,
+    may_quote,
 )
-from mldserver.jobs.engine import allowed_seconds
+from mldserver.jobs.engine import RETRIED_ERRORS, RETRY_SECONDS, allowed_seconds
+from mldserver.jobs.late_table import LateTable
 from mldserver.jobs.run_gate import RunGate, WindowKey
 from mldserver.ledger.contract import Decision, LedgerState, WindowEntry, WindowState
 from mldserver.status_document import WindowRow, Windows, histogram
@@ -46,17 +46,10 @@ _DECISION_OF_STATE: Mapping[WindowState, Decision] = {
     WindowState.PUBLISHED: "skip",
 }
 
-_RETRIED_ERRORS = (SparkError, LedgerError, OperatorError, OSError)
-"""Errors after which a window is tried again. Any other error is a bug and ends the server."""
-
 _NUMBERS = re.compile(r"\d+")
 
 _MAX_SIGNAL_DEATHS = 5
 """So many deaths of a driver by a signal, in a row while one window ran alone, count against the window."""
-
-_RETRY_SECONDS = (1.0, 60.0)
-"""The first wait between two runs of a window, and the longest. Most errors of a job pass within seconds (an executor
-that was lost) or not at all; a halted window is tried again once a minute, which costs a cluster little."""
 
 _LATEST = 100
 """Latest windows, kept for the server's status, and latest runs, from which the usual time comes."""
@@ -163,14 +156,15 @@ class WindowRunner:
         *,
         random: Callable[[], float],
         log_error_messages: bool = True,
-        retry_seconds: tuple[float, float] = _RETRY_SECONDS,
+        retry_seconds: tuple[float, float] = RETRY_SECONDS,
         gate: RunGate | None = None,
+        late_table: LateTable | None = None,
     ) -> None:
         """Take the steps one by one; ``random`` gives [0, 1) for jitter.
 
         ``log_error_messages``: whether log and status quote what errors of jobs say. The ledger keeps it in any case.
         ``retry_seconds``: the first and the longest wait between runs. ``gate``: the one of the engine's driver, if other
-        functions share that.
+        functions share that. ``late_table``: where late rows go, if that is a table.
         """
         self._retry_seconds = retry_seconds
         self._quote_errors = log_error_messages
@@ -188,8 +182,7 @@ class WindowRunner:
         self._not_halted.set()
         self._idle = asyncio.Event()
         self._idle.set()
-        self.idle = self._idle.wait
-        """Returns when no window is waiting or running."""
+        self.late_table = late_table
         self.published = self.set_aside = self.rows_out = 0
         self._alone: deque[tuple[WindowEntry, Committed | None]] = deque()
         """Windows that come next, each alone, with their output where it counts already."""
@@ -236,6 +229,8 @@ class WindowRunner:
         async with asyncio.TaskGroup() as group:
             self._workers = group
             group.create_task(self.steps.clean_up(), name="replaced outputs")
+            if self.late_table is not None:
+                group.create_task(self.late_table.run(), name="late rows")
             for _ in range(self._policy.window_concurrency):
                 group.create_task(self._work_forever(), name="windows")
             try:
@@ -259,6 +254,17 @@ class WindowRunner:
             self._slow_windows.add(window_id)
             self._extra_workers += 1
             self._workers.create_task(self._work_forever(), name="windows")
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no window is waiting or running, and no late rows wait for their table."""
+        return not self.unfinished and (self.late_table is None or self.late_table.is_idle)
+
+    async def idle(self) -> None:
+        """Return when no window is waiting or running, and no late rows wait for their table."""
+        await self._idle.wait()
+        if self.late_table is not None:
+            await self.late_table.idle()
 
     def oldest_seconds(self) -> float | None:
         """Return for how long the oldest window that is cut has waited to be published; None: none waits."""
@@ -369,8 +375,10 @@ class WindowRunner:
         try:
             async with self._run_gate.enter(self._gate_keys(entries), alone=False):
                 done = await self.steps.compute(entries)
-        except _RETRIED_ERRORS as error:
-            log.warning("window.group_failed", windows=len(entries), **self._log_fields(error))
+        except RETRIED_ERRORS as error:
+            log.warning(
+                "window.group_failed", windows=len(entries), **fields_to_log(error, quotes=self._quote_errors)
+            )
             for entry in entries:
                 life = self.unfinished[_key(entry)]
                 life.suspect = isinstance(error, DriverLost) and error.blame == "others"
@@ -383,8 +391,12 @@ class WindowRunner:
         alone |= {window.entry.window_id: window for window in done or ()}
         try:
             await self._publish(done or ())
-        except _RETRIED_ERRORS as error:
-            log.warning("window.group_failed", windows=len(done or ()), **self._log_fields(error))
+        except RETRIED_ERRORS as error:
+            log.warning(
+                "window.group_failed",
+                windows=len(done or ()),
+                **fields_to_log(error, quotes=self._quote_errors),
+            )
             return alone
         for window in done or ():
             del alone[window.entry.window_id]
@@ -440,7 +452,7 @@ class WindowRunner:
                     life.error_is_stored = False  # the commit has deleted it
                     if committed is not None:
                         await self._publish([committed])
-            except _RETRIED_ERRORS as error:
+            except RETRIED_ERRORS as error:
                 life.run_ms = None
                 # A committed output cannot be set aside: its publication is retried without end.
                 job_failed = committed is None and isinstance(error, WindowFailed | DriverLost)
@@ -481,11 +493,14 @@ class WindowRunner:
         window, set it aside (``window_on_failure = dead_letter``), or halt it: all others wait, while it is retried once a
         minute, or as soon as an operator decides.
         """
-        window_id, fields = life.entry.window_id, self._log_fields(error)
+        window_id, fields = life.entry.window_id, fields_to_log(error, quotes=self._quote_errors)
         former_traceback, life.traceback = life.traceback, _NUMBERS.sub("", fields.get("traceback") or "")
         if life.traceback and life.traceback == former_traceback:
             del fields["traceback"]  # it was logged the time before
-        life.state, life.error = "failed", str(error) if self._may_quote(error) else fields["what"]
+        life.state, life.error = (
+            "failed",
+            str(error) if may_quote(error, quotes=self._quote_errors) else fields["what"],
+        )
         counts_against_window = _count_driver_death(life, error)
         if not counts_against_window:
             life.lost_runs += 1
@@ -542,18 +557,6 @@ class WindowRunner:
         # The ledger stores a further error only if no operator has decided since the first one.
         was_decided, life.error_is_stored = life.error_is_stored and not is_stored, is_stored
         return not was_decided
-
-    def _may_quote(self, error: Exception) -> bool:
-        return self._quote_errors or not isinstance(error, WindowFailed) or not error.quotes
-
-    def _log_fields(self, error: Exception) -> dict[str, Any]:
-        """Return a failure as fields of the log."""
-        fields = error.told() if isinstance(error, MldserverError) else {"what": str(error)}
-        if not self._may_quote(error):
-            fields |= {
-                name: without_messages(fields[name]) for name in ("what", "traceback") if name in fields
-            }
-        return fields
 
 
 def _count_driver_death(life: WindowLife, error: Exception) -> bool:

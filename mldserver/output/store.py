@@ -107,8 +107,10 @@ class OutputStore:
         if self.local:
             make_private(Path(self._absolute(folder)))
 
-    def write(self, path: str, rows: pa.Table) -> int:
+    def write(self, path: str, rows: pa.Table, *, microseconds: bool = False) -> int:
         """Write rows as one Parquet file and return its size in bytes once it is safe on disk.
+
+        ``microseconds``: write all timestamps in this unit, which is the only one that Delta Lake and Iceberg know.
 
         Raises OSError: FileNotFoundError when another server expired this one and removed the file at once.
         """
@@ -128,6 +130,7 @@ class OutputStore:
                 # A third smaller than snappy on JSON-like rows, and as fast to read.
                 compression="zstd",
                 compression_level=1,
+                coerce_timestamps="us" if microseconds else None,
                 use_dictionary=[name for name in rows.column_names if name not in encodings],
                 column_encoding=encodings,
                 # No reader filters on ranges of these, and comparing the texts takes a tenth of the time.

@@ -23,20 +23,10 @@ from urllib.parse import unquote, urlsplit
 
 from mldserver.base.kill_points import kill_point
 from mldserver.base.uris import SCHEMES, local_path, s3_options, spark_uri
-from mldserver.engine_jobs import PublishJob
+from mldserver.engine_jobs import REVISION, WINDOW, PublishJob
 from mldserver.errors import OperatorError
 from mldserver.sinks import lake
-from mldserver.sinks.sink import (
-    LEDGER,
-    PIPELINE,
-    REVISION,
-    WINDOW,
-    Owner,
-    SinkSpec,
-    check_made_here,
-    must_note,
-    owner_of,
-)
+from mldserver.sinks.sink import LEDGER, PIPELINE, Owner, SinkSpec, check_made_here, must_note, owner_of
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -18,19 +18,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 from mldserver.base.kill_points import kill_point
 from mldserver.base.uris import spark_uri
-from mldserver.engine_jobs import PublishJob
+from mldserver.engine_jobs import REVISION, WINDOW, PublishJob
 from mldserver.sinks import lake
-from mldserver.sinks.sink import (
-    LEDGER,
-    PIPELINE,
-    REVISION,
-    WINDOW,
-    Owner,
-    SinkSpec,
-    check_made_here,
-    must_note,
-    owner_of,
-)
+from mldserver.sinks.sink import LEDGER, PIPELINE, Owner, SinkSpec, check_made_here, must_note, owner_of
 
 if TYPE_CHECKING:
     from pyiceberg.catalog import Catalog

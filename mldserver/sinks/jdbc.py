@@ -28,19 +28,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
-from mldserver.engine_jobs import PublishJob
+from mldserver.engine_jobs import REVISION, WINDOW, PublishJob
 from mldserver.errors import NotThereYet, OperatorError
 from mldserver.sinks.database import DatabaseError, connected, last_name, suffixed
-from mldserver.sinks.sink import (
-    REVISION,
-    WINDOW,
-    Owner,
-    SinkSpec,
-    check_made_here,
-    must_note,
-    owner_of,
-    staged,
-)
+from mldserver.sinks.sink import Owner, SinkSpec, check_made_here, must_note, owner_of, staged
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession

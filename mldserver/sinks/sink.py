@@ -12,17 +12,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from mldserver.base.uris import redacted
-from mldserver.engine_jobs import PublishJob
+from mldserver.engine_jobs import REVISION, WINDOW, PublishJob
 from mldserver.errors import OperatorError
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
-
-WINDOW: Final = "_window"
-"""Column of the window's id, text."""
-
-REVISION: Final = "_revision"
-"""Column of the window's revision, INT."""
 
 PIPELINE: Final = "mldserver.pipeline"
 """Property of a table, or of a snapshot, that holds the pipeline's name."""

@@ -74,8 +74,8 @@ class SparkEngine:
         Raises JavaError when Java is missing or too old, HandlerInvalid when the driver cannot import the handler,
         OperatorError when a local session cannot be made, or when another function of the driver excludes this one.
         """
-        function, sink = self._function, self.setup.sink
-        if sink is not None:
+        function, setup = self._function, self.setup
+        if setup.sink is not None or setup.late_sink is not None:
             owner = Owner(self.setup.name, self.ledger_id)
             function.load = msgspec.structs.replace(function.load, owner=owner)
         self._joined = True

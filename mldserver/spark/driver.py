@@ -87,6 +87,8 @@ class FunctionParts:
     hook: WindowHook
     sink: SinkSpec | None = None
     """Where outputs are published, if that is a table."""
+    late_sink: SinkSpec | None = None
+    """The same of late rows."""
 
 
 @dataclass(kw_only=True)
@@ -216,9 +218,10 @@ class Jobs:
                 return self._query(request, files)
             function = self.functions[request.function]
             if isinstance(request, wire.Publish):
-                if function.sink is None:
+                sink = function.late_sink if request.job.late else function.sink
+                if sink is None:
                     raise ValueError("no table was named to publish into")
-                find(function.sink.format).publish(spark, function.sink, request.job)
+                find(sink.format).publish(spark, sink, request.job)
                 return wire.JobDone(request.id, ())
             cores = self.session.slots()
             hook = replace(function.hook, around=partial(self._record_hook_call, job))
@@ -401,7 +404,7 @@ class Driver:
     def _load(
         self, session: DriverSession, load: wire.LoadFunction, code: user_code.UserCode
     ) -> FunctionParts:
-        """Load a function's handler, ship its code to the executors, run its warm-up window, and check its table.
+        """Load a function's handler, ship its code to the executors, run its warm-up window, and check its tables.
 
         The session comes before the handler, whose module may create UDFs and columns.
         """
@@ -421,13 +424,15 @@ class Driver:
         if not load.out:
             self._warm_ups.append(load.place)
         warm_up(session, load)
+        for spec in (load.sink, load.late_sink):
+            if spec is not None:
+                sink = find(spec.format)
+                sink.check(session.spark, spec)
+                if load.owner is not None:
+                    sink.own(session.spark, spec, load.owner, new_ledger=load.new_ledger)
         if load.sink is not None:
-            sink = find(load.sink.format)
-            sink.check(session.spark, load.sink)
-            if load.owner is not None:
-                sink.own(session.spark, load.sink, load.owner, new_ledger=load.new_ledger)
             hook = replace(hook, check=check_result, stamped=True)
-        return FunctionParts(load.schema, hook, load.sink)
+        return FunctionParts(load.schema, hook, load.sink, load.late_sink)
 
     def _send_and_die(self, reason: wire.JvmGone | wire.Health) -> None:
         """Send the server the reason and kill this process at once; do nothing if it is stopping anyway."""

@@ -77,10 +77,12 @@ class LoadFunction(channel.Message, frozen=True):
     """The handler's own columns as Spark DDL."""
     sink: SinkSpec | None = None
     """The table that Publish writes into."""
+    late_sink: SinkSpec | None = None
+    """The table that Publish writes late rows into."""
     owner: Owner | None = None
-    """Whose that table is, or becomes."""
+    """Whose these tables are, or become."""
     new_ledger: bool = False
-    """The first driver takes the table from another owner; later ones do not, or they might take it back."""
+    """The first driver takes the tables from another owner; later ones do not, or they might take them back."""
     storage: dict[str, str] = msgspec.field(default_factory=dict)
     """Hadoop's settings of the output folder's storage: the session's own, never on the JVM's command line."""
     place: str = ""

@@ -161,8 +161,9 @@ class Life:
 
     def load(self, function: wire.LoadFunction) -> None:
         """Have the driver load a function, or load it again. ``functions`` will show whether it has."""
-        sink = () if function.sink is None else (function.sink.options, function.sink.target)
-        self._secrets |= secrets_in(function.storage, *sink)
+        sinks = [sink for sink in (function.sink, function.late_sink) if sink is not None]
+        places = (each for sink in sinks for each in (sink.options, sink.target))
+        self._secrets |= secrets_in(function.storage, *places)
         self._redacted = redaction(self._secrets)
         self._channel.send(function)
 

@@ -31,9 +31,9 @@ from pyspark.sql import DataFrame
 from pyspark.sql import functions as F  # noqa: N812  # its usual name
 
 from mldserver.base.uris import NOTHING_RENAMED, reach
-from mldserver.engine_jobs import WindowJob
+from mldserver.engine_jobs import REVISION, WINDOW, WindowJob
 from mldserver.errors import HandlerInvalid
-from mldserver.sinks.sink import REVISION, WINDOW, escaped
+from mldserver.sinks.sink import escaped
 from mldserver.spark.counts import (
     REMOVE,
     Count,

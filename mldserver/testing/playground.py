@@ -43,7 +43,7 @@ _OUTWARD: Final = frozenset(
     {
         # Test records must never get into a ledger, a table or a dead-letter destination that others read.
         *("ledger", "pipeline", "rename_from", "server_id"),
-        *("sink", "sink_table", "sink_options", "dead_letters"),
+        *("sink", "late_sink", "sink_table", "sink_options", "dead_letters"),
         # The real stream's shards are none of the fake one's.
         *("source", "from", "stream", "region", "endpoint_url"),
         # Only the fake daemon connects, and no client reads the status.

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import types
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mldserver.config.resolve import resolve
+from mldserver import sinks
+from mldserver.config.resolve import late_sink_of, resolve
 from mldserver.config.settings import Settings
 from mldserver.errors import ConfigError
 from mldserver.sinks.sink import SinkSpec
@@ -100,8 +102,40 @@ def test_what_names_no_table_is_refused(sink: object, told: str) -> None:
         ),
         ({"sink_table": "t"}, "sink_table .* means nothing without a sink"),
         ({"sink_options": ["a=b"]}, "sink_options .* means nothing without a sink"),
+        ({"late_sink": URL, "sink_table": "t"}, "sink_table .* means nothing without a sink"),
+        ({"late_sink": URL}, "names a database, and no table in it"),
+        (
+            {"sink": "delta:/x", "late_sink": "delta:/x"},
+            "sink and late_sink .* name the same table, delta:/x",
+        ),
+        (
+            {"late_sink": "delta:/x", "sink_options": ["partition_by=week"]},
+            "late_sink = delta:/x .* partition_by = week is none of day",
+        ),
     ],
 )
 def test_settings_of_a_sink_that_do_not_fit_together_are_refused(given: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         settings(**given)
+
+
+def test_late_rows_go_into_tables_of_files_only() -> None:
+    installed = types.SimpleNamespace(
+        parse=str, check_settings=lambda _: None, check=None, own=None, publish=None
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sinks.SINKS, "queue", (installed, "queue:NAME"))
+        with pytest.raises(ConfigError, match=r"late_sink = queue:late .* is not a table of files"):
+            settings(late_sink="queue:late")
+
+
+@pytest.mark.parametrize("sink", ["parquet", "delta:/x", "iceberg:a.b.c"])
+def test_options_of_the_sink_are_those_of_late_rows_too_if_the_format_is_the_same(sink: str) -> None:
+    given = settings(sink=sink, late_sink="delta:/late", sink_options=["partition_by=month"])
+    late = late_sink_of(given)
+    assert late is not None
+    assert (late.target, late.options) == (
+        "/late",
+        {} if sink.startswith("iceberg") else {"partition_by": "month"},
+    )
+    assert late_sink_of(settings()) is None

@@ -10,6 +10,7 @@ import random
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from coordinator.outcomes import dead_letter, outcome
 from support.shards import accept
+from support.sqlite_table import TableEngine, read_table
 from support.store import SqliteStore
 
 from mldserver.config.settings import WindowSettings
@@ -27,6 +29,7 @@ from mldserver.coordinator.core.shape import Column, Shape
 from mldserver.coordinator.membership import ServerLocks
 from mldserver.coordinator.shards import IntakeSession
 from mldserver.errors import LedgerError
+from mldserver.jobs.late_table import LateTable
 from mldserver.jobs.runner import WindowRunner
 from mldserver.jobs.steps import WindowSteps
 from mldserver.output.layout import LEDGER, SERVERS
@@ -126,9 +129,9 @@ class FaultyStore(OutputStore):
         super().exchange(one, other)
         self._faults.done("exchange")
 
-    def write(self, path: str, rows: Any) -> int:
+    def write(self, path: str, rows: Any, **options: Any) -> int:
         self._faults.before("write")
-        size = super().write(path, rows)
+        size = super().write(path, rows, **options)
         self._faults.done("write")
         return size
 
@@ -163,6 +166,7 @@ class Pipeline:
         engine: Callable[[], LocalEngine] = LocalEngine,
         without_rows: bool = False,
         recompute: bool = False,
+        late_table: bool = False,
         delay_ms: int = 2000,
         server_id: str = "one",
         clock: VirtualClock | None = None,
@@ -182,7 +186,8 @@ class Pipeline:
         self.policy = policy or WindowSettings(window_concurrency=1)
         self.retry_seconds = retry_seconds
         self.recompute = recompute
-        self.make_engine = engine
+        self.late_table = out / "_late.sqlite" if late_table else None
+        self.make_engine = engine if self.late_table is None else partial(TableEngine, self.late_table)
         self.server_id = server_id
         self.locks = ServerLocks(out / SERVERS) if locks else None
         self.clock = clock or VirtualClock(1_000_000)
@@ -212,13 +217,17 @@ class Pipeline:
                 retain=self.recompute,
                 freed=lambda freed: self.coordinator.freed(freed),  # noqa: PLW0108  # made below
             )
-            self.runner = WindowRunner(
-                steps,
-                self.policy,
-                random=random.Random(0).random,
-                log_error_messages=self.log_error_messages,
-                retry_seconds=self.retry_seconds,
-            )
+            retrying: dict[str, Any] = {
+                "random": random.Random(0).random,
+                "log_error_messages": self.log_error_messages,
+                "retry_seconds": self.retry_seconds,
+            }
+            late_table = None
+            if self.late_table is not None:
+                late_table = LateTable(
+                    steps, table="delta:/late", window_columns=("window_start", "window_end"), **retrying
+                )
+            self.runner = WindowRunner(steps, self.policy, late_table=late_table, **retrying)
         self.coordinator = Coordinator(
             rules=self.rules,
             spec=self.spec,
@@ -289,7 +298,20 @@ class Pipeline:
         }
 
     def late(self) -> list[int]:
-        return [row["value"] for row in self.rows("_late/window=*/*.parquet")]
+        return [row["value"] for row in self.late_rows()]
+
+    def late_rows(self) -> list[dict[str, Any]]:
+        """Return what readers see of late rows, in their table or as files."""
+        if self.late_table is None:
+            return self.rows("_late/window=*/*.parquet")
+        assert not list(self.out.glob("_late/*"))
+        found = [
+            row
+            for _, tables in read_table(self.late_table).values()
+            for table in tables
+            for row in table.to_pylist()
+        ]
+        return sorted(found, key=lambda row: (row["_time"], row["_clock"]))
 
     def nameless_files(self) -> list[str]:
         """Return the private files that the ledger does not name."""
@@ -390,7 +412,7 @@ class Daemon:
 
     def assert_exactly_once(self, pipeline: Pipeline) -> None:
         """Published windows, late rows and dead letters together are the stream, each record once and in order."""
-        rows = pipeline.rows("window=*/*.parquet") + pipeline.rows("_late/window=*/*.parquet")
+        rows = pipeline.rows("window=*/*.parquet") + pipeline.late_rows()
         letters = pipeline.stored_dead_letters()
         found = Counter((row["_shard"], int(row["_sequence"])) for row in rows)
         found.update((shard, sequence.number) for shard, sequence in letters)
@@ -412,12 +434,8 @@ class Daemon:
 
 def two(out: Path, **changes: Any) -> tuple[Pipeline, Pipeline]:
     """Return two servers of one pipeline, by one clock."""
-    clock = VirtualClock(1_000_000)
-    values = {"rules": QUICK} | changes
-    return (
-        Pipeline(out, server_id="one", clock=clock, **values),
-        Pipeline(out, server_id="two", clock=clock, **values),
-    )
+    values = {"rules": QUICK, "clock": VirtualClock(1_000_000)} | changes
+    return Pipeline(out, server_id="one", **values), Pipeline(out, server_id="two", **values)
 
 
 def let_die(locks: ServerLocks) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from coordinator.pipeline import Crash, Daemon, Faults, Pipeline
@@ -17,29 +18,38 @@ from mldserver.windows import Tumbling, WindowSpec, batches
 
 pytestmark = pytest.mark.usefixtures("joins_early")
 
-CASES: dict[str, tuple[WindowSpec, bool]] = {
-    "recompute": (Tumbling(10_000, "at"), True),
-    "separate": (Tumbling(10_000, "at"), False),
-    "arrival": (Tumbling(10_000), True),
-    "batches": (batches(max_rows=4, max_age="2 s"), True),
+
+class Case(NamedTuple):
+    """What a pipeline does with its rows."""
+
+    spec: WindowSpec
+    recompute: bool
+    late_table: bool = False
+
+
+CASES = {
+    "recompute": Case(Tumbling(10_000, "at"), recompute=True),
+    "separate": Case(Tumbling(10_000, "at"), recompute=False),
+    "late table": Case(Tumbling(10_000, "at"), recompute=False, late_table=True),
+    "arrival": Case(Tumbling(10_000), recompute=True),
+    "batches": Case(batches(max_rows=4, max_age="2 s"), recompute=True),
 }
 
 
-def step_of(spec: WindowSpec, *, recompute: bool, long: bool) -> int:
+def step_of(case: Case, *, long: bool) -> int:
     """Return how many calls lie between two places of death: fewest where everything happens, more in a day's run."""
-    everything = (spec, recompute) == CASES["recompute"]
-    return (1 if everything else 3) if long else 11
+    return (1 if case == CASES["recompute"] else 3) if long else 11
 
 
-every_case = pytest.mark.parametrize(("spec", "recompute"), CASES.values(), ids=CASES)
+every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 every_case_in_long = pytest.mark.parametrize(
-    ("spec", "recompute"),
+    "case",
     [
-        pytest.param(*case, id=name, marks=() if name == "recompute" else pytest.mark.long)
+        pytest.param(case, id=name, marks=() if name in {"recompute", "late table"} else pytest.mark.long)
         for name, case in CASES.items()
     ],
 )
-"""A day's run sweeps over the one in which everything happens."""
+"""A day's run sweeps over the ones in which everything happens."""
 
 
 def stream() -> Daemon:
@@ -82,10 +92,8 @@ async def live(pipeline: Pipeline, daemon: Daemon) -> bool:
 
 
 @every_case
-async def test_a_stream_with_a_split_comes_out_exactly_once(
-    tmp_path: Path, spec: WindowSpec, recompute: bool
-) -> None:
-    pipeline, daemon = Pipeline(tmp_path, spec=spec, recompute=recompute), stream()
+async def test_a_stream_with_a_split_comes_out_exactly_once(tmp_path: Path, case: Case) -> None:
+    pipeline, daemon = Pipeline(tmp_path, **case._asdict()), stream()
     assert await live(pipeline, daemon)
     daemon.assert_exactly_once(pipeline)
     assert_tidy(pipeline)
@@ -93,23 +101,23 @@ async def test_a_stream_with_a_split_comes_out_exactly_once(
     assert Counter(pipeline.faults.calls).keys() >= {
         *("open", "open_shard", "register", "cut", "begin_attempts", "commit", "published"),
         *("write", "rename", "delete"),
-        *(("late_published",) if not recompute else ()),
+        *(("late_published",) if not case.recompute else ()),
     }
-    if spec == Tumbling(10_000, "at"):
+    if case.spec == Tumbling(10_000, "at"):
         again = {entry.window_id for entry in pipeline.state().windows.values() if entry.revision > 1}
-        assert bool(again) == recompute != bool(pipeline.late())
+        assert bool(again) == case.recompute != bool(pipeline.late())
 
 
 @every_case_in_long
 async def test_wherever_the_process_dies_the_next_life_makes_it_exactly_once(
-    tmp_path: Path, spec: WindowSpec, recompute: bool, long: bool
+    tmp_path: Path, case: Case, long: bool
 ) -> None:
     """Between two calls nothing durable happens: dying before each call is dying anywhere."""
-    step = step_of(spec, recompute=recompute, long=long)
+    step = step_of(case, long=long)
     place, died = 1 - step, True
     while died:
         place += step
-        pipeline, daemon = Pipeline(tmp_path / str(place), spec=spec, recompute=recompute), stream()
+        pipeline, daemon = Pipeline(tmp_path / str(place), **case._asdict()), stream()
         pipeline.faults.at = place
         died = not await live(pipeline, daemon)
         if died:
@@ -147,17 +155,15 @@ def fail_once(faults: Faults, place: int) -> list[str]:
 
 
 @every_case_in_long
-async def test_a_call_that_fails_without_effect_costs_nothing(
-    tmp_path: Path, spec: WindowSpec, recompute: bool, long: bool
-) -> None:
+async def test_a_call_that_fails_without_effect_costs_nothing(tmp_path: Path, case: Case, long: bool) -> None:
     total = 300
-    for place in range(1, total, 2 + step_of(spec, recompute=recompute, long=long)):
-        pipeline, daemon = Pipeline(tmp_path / str(place), spec=spec, recompute=recompute), stream()
+    for place in range(1, total, 2 + step_of(case, long=long)):
+        pipeline, daemon = Pipeline(tmp_path / str(place), **case._asdict()), stream()
         failed = fail_once(pipeline.faults, place)
         assert await live(pipeline, daemon)
         daemon.assert_exactly_once(pipeline)
         # With recomputation the segments of published windows are retained.
-        assert recompute or pipeline.private_files() == []
+        assert case.recompute or pipeline.private_files() == []
         if not failed:
             break
     assert 40 < place < total - 12

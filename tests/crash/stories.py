@@ -5,6 +5,7 @@ The expectation is computed here from the records alone; nothing of the server's
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 from collections import Counter
@@ -94,6 +95,12 @@ KINDS: Final = {
     "recompute": Kind(_BY_COLUMN, column=True),
     "table": Kind(_BY_COLUMN, {"sink": SinkSpec("delta", "in the engine's own file")}, column=True),
     "separate": Kind(_BY_COLUMN, {"late": "separate"}, column=True, late=True),
+    "late_table": Kind(
+        _BY_COLUMN,
+        {"late": "separate", "late_sink": SinkSpec("delta", "in the engine's own file")},
+        column=True,
+        late=True,
+    ),
     "forgetful": Kind(_BY_COLUMN, {"retention_bytes": 1}, column=True, late=True),
     "arrival": Kind('tumbling("10 seconds")'),
     "batches": Kind('batches(max_rows=37, max_age="80 ms")', batches=True),
@@ -105,10 +112,11 @@ KINDS: Final = {
 _FILES: Final = tuple(kind for kind in KINDS if kind != "table")
 ONLY_IN: Final = {
     "window.renamed": _FILES,
-    "sink.writing": ("table",),
+    "sink.writing": ("table", "late_table"),
     "sink.written": ("table",),
-    "late.moved": ("separate", "forgetful"),
-    "late.published": ("separate", "forgetful"),
+    "late.staged": ("late_table",),
+    "late.moved": ("separate", "late_table", "forgetful"),
+    "late.published": ("separate", "late_table", "forgetful"),
     "revision.cutting": ("recompute",),
     "revision.cut": ("recompute",),
     "revision.exchanged": ("recompute",),
@@ -275,17 +283,20 @@ def published(out: Path, tables: Iterable[tuple[str, pa.Table]] = ()) -> Iterato
         for file in ds.dataset(folder, format="parquet").files if folder.exists() else ():
             window = file.rsplit("/", 2)[1].removeprefix("window=")
             yield from _rows(pq.ParquetFile(file).read(), window, late=late)
-    for window, (_, files) in read_table(out / TABLE).items():
-        for table in files:
-            yield from _rows(table, window, late=False)
-    for window, table in tables:
-        yield from _rows(table, window, late=False)
+    stored = ((window, table) for window, (_, files) in read_table(out / TABLE).items() for table in files)
+    for window, table in itertools.chain(stored, tables):
+        late = window.startswith("late-")
+        name = window.removeprefix("late-").rpartition("-")[0] if late else window
+        rows = table.drop_columns([each for each in ("_window", "_revision") if each in table.column_names])
+        yield from _rows(rows, name, late=late, bounds=True)
 
 
-def _rows(table: pa.Table, window: str, *, late: bool) -> Iterator[Row]:
-    bounds = frozenset() if late or window.startswith("batch-") else _BOUNDS
+def _rows(table: pa.Table, window: str, *, late: bool, bounds: bool | None = None) -> Iterator[Row]:
+    """Yield a file's rows. ``bounds``: whether it has the columns of its window; None: if it is a window with bounds."""
+    has_bounds = not (late or window.startswith("batch-")) if bounds is None else bounds
     calls = timed.COLUMNS if "timer" in table.column_names else frozenset[str]()
-    assert {*table.column_names} == _NAMES | bounds | calls, f"{window}: {table.column_names}"
+    expected = _NAMES | (_BOUNDS if has_bounds else frozenset()) | calls
+    assert {*table.column_names} == expected, f"{window}: {table.column_names}"
     for row in table.to_pylist():
         columns = Columns(
             row["id"],

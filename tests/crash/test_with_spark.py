@@ -50,6 +50,7 @@ EXTRA: Final = 3
 """How many stories are played beyond that, at most, until both were killed."""
 A_LIFE: Final = 2
 """How often Spark is killed in one life of a server: a third JVM that cannot start would end the server, rightly."""
+OF_LATE_ROWS: Final = ("late.staged", "late.moved", "late.published")
 OF_A_TABLE: Final = ("attempt.staged", "window.committed", "sink.writing", "window.published")
 """The same, where the output goes into a table."""
 QUICK: Final = {
@@ -203,11 +204,12 @@ async def test_a_server_that_publishes_into_postgresql_dies_at_each_step_and_the
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["delta", "iceberg"])
+@pytest.mark.parametrize(("of", "steps"), [("table", OF_A_TABLE), ("late_table", OF_LATE_ROWS)])
 async def test_a_server_that_publishes_into_a_lake_dies_at_each_step_and_the_table_is_exact(
-    tmp_path: Path, seed: int, kind: str
+    tmp_path: Path, seed: int, kind: str, of: str, steps: tuple[str, ...]
 ) -> None:
     dice = random.Random(seed)
-    toll = Toll.of([Death(step, dice.randint(1, 2)) for step in OF_A_TABLE])
+    toll = Toll.of([Death(step, dice.randint(1, 2)) for step in steps])
 
     async def play(folder: Path, story: Story, toll: Toll, kills: int) -> None:
         options = {
@@ -226,7 +228,9 @@ async def test_a_server_that_publishes_into_a_lake_dies_at_each_step_and_the_tab
 
         settings: dict[str, Any] = {
             **QUICK,
-            "sink": f"delta:{folder}/table" if kind == "delta" else "iceberg:lake.air.events",
+            "sink" if of == "table" else "late_sink": f"delta:{folder}/table"
+            if kind == "delta"
+            else "iceberg:lake.air.events",
             "cache_dir": tmp_path / "cache",
             "retry_seconds": (0.05, 0.5),
         }
@@ -244,5 +248,5 @@ async def test_a_server_that_publishes_into_a_lake_dies_at_each_step_and_the_tab
         )
         await world.play()
 
-    await play_all(tmp_path, toll, seed, at_once=1, play=play, kind_for=lambda _toll, _usual: "table")
-    assert toll.died.keys() - {""} == {*OF_A_TABLE}
+    await play_all(tmp_path, toll, seed, at_once=1, play=play, kind_for=lambda _toll, _usual: of)
+    assert toll.died.keys() - {""} == {*steps}

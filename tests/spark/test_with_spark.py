@@ -77,6 +77,7 @@ class World:
             "cache_dir": spark_cache(root),
             "python_path": (str(HERE), str(HERE.parent / "sinks" / "packages")),
             "sink": SinkSpec("toy", str(root / "toys"), "", {"indent": "1"}),
+            "late_sink": SinkSpec("delta", str(root / "late")),
             "quick": True,
             "archive_after": None,
             **settings,
@@ -187,6 +188,29 @@ async def test_the_driver_publishes_what_it_computed_into_a_package_s_sink_and_s
     gone = PublishJob(Window("gone", None, None, 1, "test"), job.staging, ("gone.parquet",), 1)
     with pytest.raises(WindowFailed, match=r"PATH_NOT_FOUND.*gone\.parquet"):
         await world.engine.publish(gone)
+
+
+async def test_late_rows_go_into_a_table_of_their_own_once(world: World) -> None:
+    from deltalake import DeltaTable
+
+    rows = world.input()
+    stamps = {
+        "_window": pa.repeat("late-w-1", len(rows)),
+        "_revision": pa.repeat(pa.scalar(1, pa.int32()), len(rows)),
+    }
+    folder = world.root / "late staged [1]"
+    folder.mkdir()
+    pq.write_table(
+        pa.table({**{name: rows[name] for name in rows.column_names}, **stamps}), folder / "late.parquet"
+    )
+    window = Window("late-w-1", START, START + timedelta(hours=1), 1, "test")
+    for _ in range(2):
+        job = PublishJob(window, str(folder), ("late.parquet",), len(rows), late=True)
+        await world.engine.publish(job)
+    table = DeltaTable(str(world.root / "late")).to_pyarrow_table()
+    assert table.sort_by("_clock").select(rows.column_names).to_pylist() == rows.to_pylist()
+    assert set(table["_day"].to_pylist()) == {START.date()}
+    assert not (world.root / "toys" / "late-w-1.json").exists()
 
 
 async def test_functions_and_columns_at_module_level_are_the_sessions(world: World) -> None:

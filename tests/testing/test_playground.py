@@ -108,6 +108,7 @@ OUTWARD: dict[str, Any] = {
     "rename_from": "older",
     "server_id": "production-1",
     "sink": "jdbc:postgresql://db/production",
+    "late_sink": "delta:/lake/production",
     "sink_table": "departures",
     "sink_options": {"user": "mldserver"},
     "dead_letters": "sqs:https://sqs.eu-central-1.amazonaws.com/1/production",
