@@ -4,6 +4,7 @@
 * ``clicks:Clicks``: a class with a life cycle that takes whole batches.
 * ``columns``: Arrow in, Arrow out, for much data.
 * ``late_departures``: keyed state and timers.
+* ``visits``: session windows, made of keyed state and timers.
 * ``unusual_delays``: a lookup and a query, beside state and timers.
 * ``raw``: every payload as it came, in windows of arrival time.
 * ``audit``: side effects only, no rows, no Spark.

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import itertools
 import json
+import random
 import re
 import shutil
 import subprocess
 import sys
 from collections import Counter
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -232,6 +235,53 @@ def test_the_example_with_timers_on_the_bundled_departures(
     ]
     assert len(rows) == len(wanted)
     assert {f"{row['carrier']} {row['flight']}": (row["delay"], row["times"]) for row in rows} == wanted
+
+
+def test_visits_are_the_clicks_of_a_user_without_a_longer_silence_whatever_happens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    dice = random.Random(7)
+    start = datetime(2013, 1, 1, 6, tzinfo=UTC)
+    of_user: dict[int, list[datetime]] = {}
+    clicks = []
+    for _ in range(3_000):
+        user, at = dice.randrange(60), start + timedelta(seconds=dice.randrange(30 * 3600))
+        of_user.setdefault(user, []).append(at)
+        arrived = at + timedelta(seconds=dice.choice([0, 0, 1, 299]))
+        clicks.append({"user": user, "at": at.isoformat(), "arrived": arrived.isoformat()})
+    clicks.sort(key=lambda click: str(click["arrived"]))
+    Path("clicks.jsonl").write_text("".join(f"{json.dumps(click)}\n" for click in clicks))
+    wanted = Counter[tuple[str, datetime, datetime, int]]()
+    for user, times in of_user.items():
+        times.sort()
+        borders = [
+            0,
+            *(n for n in range(1, len(times)) if times[n] - times[n - 1] > timedelta(minutes=30)),
+            len(times),
+        ]
+        for one, other in itertools.pairwise(borders):
+            wanted[str(user), times[one], times[other - 1], other - one] += 1
+    assert len(wanted) > 600
+    arguments = [
+        "handlers.visits",
+        "--input",
+        "clicks.jsonl",
+        "--key-field",
+        "user",
+        "--time-field",
+        "arrived",
+    ]
+    faults = ["--splits", "1", "--merges", "1", "--crashes", "2"]
+    assert run(["sim", *arguments, *faults, "--engine", "local", "--fire-timers", "--out", "out"]) == 0
+    assert "0 late, 0 dead letters" in capsys.readouterr().out
+    rows = [
+        row
+        for file in Path("out").glob("window=*/*.parquet")
+        for row in pq.ParquetFile(file).read().to_pylist()
+    ]
+    found = Counter((row["user"], row["began"], row["ended"], row["clicks"]) for row in rows)
+    assert found == wanted
 
 
 def test_timers_that_set_themselves_again_fire_within_a_bound(

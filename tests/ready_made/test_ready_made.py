@@ -29,6 +29,7 @@ PATHS = [
     "handlers.clicks:Clicks",
     "handlers.columns",
     "handlers.late_departures",
+    "handlers.visits",
     "handlers.unusual_delays",
     "handlers.raw",
     "handlers.audit",
