@@ -7,7 +7,7 @@ import os
 import socket
 import sys
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,8 +21,8 @@ from mldserver.base.service import keep_memory
 from mldserver.base.threads import run_in_daemon_thread
 from mldserver.base.tls import ServerTLS
 from mldserver.base.uris import hadoop_settings, redacted
-from mldserver.config.locations import RemoteOut, SqlitePlace
-from mldserver.config.resolve import home, late_sink_of, ledger_file, sink_of
+from mldserver.config.locations import TABLES_OF_LETTERS, RemoteOut, SqlitePlace
+from mldserver.config.resolve import home, ledger_file, side_sinks_of, sink_of
 from mldserver.config.settings import Settings
 from mldserver.consumer.claims import Claims
 from mldserver.consumer.shard import ConsumerParts
@@ -33,7 +33,7 @@ from mldserver.coordinator.core.shape import Column, Shape
 from mldserver.coordinator.firing import Firing
 from mldserver.coordinator.flusher import Destination
 from mldserver.coordinator.membership import ServerLocks
-from mldserver.deadletters.destinations import FOLDER, FolderDestination
+from mldserver.deadletters.destinations import FolderDestination, as_rows
 from mldserver.deadletters.redriver import Redriver
 from mldserver.engine_jobs import FunctionView
 from mldserver.errors import ConfigError, NotThereYet, OperatorError
@@ -42,14 +42,14 @@ from mldserver.handler.loader import entries_of
 from mldserver.handler.queries import LookupSpec
 from mldserver.handler.spec import HandlerKind, HandlerSpec
 from mldserver.jobs.engine import Engine
-from mldserver.jobs.late_table import LateTable
 from mldserver.jobs.published import PublishedWindows
 from mldserver.jobs.query_service import QueryService
 from mldserver.jobs.runner import WindowRunner
+from mldserver.jobs.side_tables import SideTables
 from mldserver.jobs.steps import WindowSteps
 from mldserver.ledger.operations import Ledger
 from mldserver.ledger.sqlite import SqliteLedger
-from mldserver.output.layout import DRIVERS, PRIVATE, SERVERS, SPARK, server_tag
+from mldserver.output.layout import DEAD_LETTERS, DRIVERS, PRIVATE, SERVERS, SPARK, server_tag
 from mldserver.output.owner import FolderClaim
 from mldserver.output.store import OutputStore
 from mldserver.protocol.connection import ConnectionLimits
@@ -250,6 +250,7 @@ async def _assembled(
         coordinator.freed(freed_bytes)
 
     if spec.schema is None:
+        _refuse_table_of_letters(settings)
         engine = None
     else:
         if engine is None:
@@ -282,13 +283,9 @@ async def _assembled(
             "log_error_messages": settings.log_error_messages,
             **settings.replaced("retry_seconds"),
         }
-        late_table = None
-        if settings.late_sink is not None:
-            late_table = LateTable(
-                steps, table=str(settings.late_sink), window_columns=spec.window_columns, **retrying
-            )
         gate = None if around.driver is None else around.driver.run_gate
-        runner = WindowRunner(steps, settings, gate=gate, late_table=late_table, **retrying)
+        side_tables = _side_tables(settings, spec, steps, retrying)
+        runner = WindowRunner(steps, settings, gate=gate, side_tables=side_tables, **retrying)
     letters = await run_in_daemon_thread(
         partial(destination_of, settings, store, clock, rng), name="mldserver-letters"
     )
@@ -374,6 +371,30 @@ async def _assembled(
     )
 
 
+def _refuse_table_of_letters(settings: Settings) -> None:
+    """Raise ConfigError for a handler without rows whose dead letters go into a table."""
+    if "dead_letters" in side_sinks_of(settings):
+        raise ConfigError(
+            f"dead_letters = {settings.dead_letters} ({settings.origin('dead_letters')}) is a table, and a handler without "
+            "rows has no Spark that writes it.",
+            advice="Name another place for dead letters.",
+        )
+
+
+def _side_tables(
+    settings: Settings, spec: HandlerSpec, steps: WindowSteps, options: Mapping[str, Any]
+) -> SideTables | None:
+    """Return what writes late rows and dead letters into tables; None if none is set."""
+    sinks = side_sinks_of(settings)
+    if not sinks:
+        return None
+    tables = {content: str(sink) for content, sink in sinks.items()}
+    letter_rows = partial(as_rows, pipeline=settings.pipeline) if "dead_letters" in sinks else None
+    return SideTables(
+        steps, tables=tables, window_columns=spec.window_columns, letter_rows=letter_rows, **options
+    )
+
+
 def _published(
     settings: Settings, spec: HandlerSpec, ledger: Ledger, store: OutputStore, clock: Clock
 ) -> PublishedWindows:
@@ -419,14 +440,16 @@ def _require_ranges(settings: Settings) -> None:
 def destination_of(
     settings: Settings, store: OutputStore, clock: Clock, jitter: Callable[[], float]
 ) -> Destination | None:
-    """Return where dead letters go; None for the ledger. Blocking. Raises OperatorError for a URI that leads nowhere."""
+    """Return where dead letters go; None for the ledger and for tables. Blocking. Raises OperatorError for a URI that leads nowhere."""
     place, pipeline = settings.dead_letters, settings.pipeline
     if place is None:
         return None
+    if place.kind in TABLES_OF_LETTERS:
+        return None  # they are segments until they are in the table
     if place.kind in {"jsonl", "parquet"}:
         kind = cast("Literal['jsonl', 'parquet']", place.kind)
         if not place.target:
-            return FolderDestination(store, FOLDER, pipeline=pipeline, kind=kind)
+            return FolderDestination(store, DEAD_LETTERS, pipeline=pipeline, kind=kind)
         other = _store_at(place.target, redacted(place.target), f"dead_letters = {place}")
         # Another pipeline on the same stream, with files of the same names, may have the same place.
         return FolderDestination(other, pipeline, pipeline=pipeline, kind=kind)
@@ -537,7 +560,7 @@ def exposed(settings: Settings) -> dict[Path, str]:
     """Return what every user of this host can read and should not, with what it holds. Blocking."""
     found: dict[Path, str] = {}
     if isinstance(settings.out, Path):
-        found |= {settings.out / PRIVATE: "ledger and segments", settings.out / FOLDER: "dead letters"}
+        found |= {settings.out / PRIVATE: "ledger and segments", settings.out / DEAD_LETTERS: "dead letters"}
     if isinstance(settings.ledger, SqlitePlace) and settings.ledger.path is not None:
         found[settings.ledger.path] = "the ledger, with dead letters"
     found |= dict.fromkeys(settings.files_with_secrets(), "passwords")
@@ -606,7 +629,7 @@ def spark_of(
         "job_deadline": settings.window_deadline_seconds,
         "storage": hadoop_settings(getattr(settings.out, "uri", ""), settings.spark_conf),
         "sink": sink_of(settings),
-        "late_sink": late_sink_of(settings),
+        "side_sinks": side_sinks_of(settings),
         "pipeline": settings.pipeline,
         "new_ledger": settings.new_ledger,
         "code": spec.code,

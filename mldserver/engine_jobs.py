@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, Literal
 
 from mldserver.windows import Window  # a job that crosses is read by its annotations
 
@@ -12,6 +12,9 @@ WINDOW: Final = "_window"
 
 REVISION: Final = "_revision"
 """Column of a table that holds the window's revision, INT."""
+
+Content = Literal["window", "late_rows", "dead_letters"]
+"""What goes into a table."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +63,8 @@ class PublishJob:
     """As in WindowJob."""
     ledger: str = ""
     """The id of the ledger that holds the window: its revisions count there."""
-    late: bool = False
-    """Whether it is late rows, which have a table of their own."""
+    content: Content = "window"
+    """What it holds: each content has a table of its own."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,7 +61,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "ledger": ("errors", "records", "windows", "effects", "stores", "base"),
     "output": ("errors", "base", "ledger"),
     "jobs": (
-        *("errors", "windows", "status_document", "engine_jobs", "base", "output", "ledger"),
+        *("errors", "records", "windows", "status_document", "engine_jobs", "base", "output", "ledger"),
         *("handler.queries", *_SETTINGS),
     ),
     "consumer": ("errors", "records", "stores", "base", "runtime.interface"),
@@ -93,7 +93,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "sinks": ("errors", "base", "engine_jobs"),
     # Its sections are what parts go by; what reads them from outside is for those above. A sink's file says how its
     # setting is read, and imports pyspark only in the driver.
-    "config": ("errors", "windows", "base", "sinks"),
+    "config": ("errors", "windows", "base", "engine_jobs", "sinks"),
     "deadletters": (
         *("errors", "records", "base", "protocol", "runtime", "ledger", "output"),
         *("consumer", "coordinator.redriving"),

@@ -50,7 +50,7 @@ class World:
             firing=SimpleNamespace(trouble=self.timers) if self.timers else None,
             engine=SimpleNamespace(is_ready=self.spark, trouble=self.spark_trouble),
             runner=SimpleNamespace(
-                overdue=lambda: self.overdue, late_table=SimpleNamespace(trouble=self.late_rows)
+                overdue=lambda: self.overdue, side_tables=SimpleNamespace(trouble=self.late_rows)
             ),
         )
         return self.readiness.update(cast("Parts", parts))

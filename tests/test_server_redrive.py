@@ -17,8 +17,7 @@ from support.store import SqliteStore
 from mldserver import cli
 from mldserver.config.kinds import OnKeyFailure
 from mldserver.config.locations import LetterPlace
-from mldserver.deadletters.destinations import FOLDER
-from mldserver.output.layout import LEDGER
+from mldserver.output.layout import DEAD_LETTERS, LEDGER
 from mldserver.testing import FakeMLD, FakeStream
 
 HANDLER = '''
@@ -134,7 +133,7 @@ async def test_letters_of_a_file_that_is_named_again_count_again(settings: Any, 
 
     async def redriven() -> Counter[int]:
         due = ids(out).total() + len(BAD)
-        await asyncio.to_thread(command, "redrive", "--from", str(out / FOLDER / "*"))
+        await asyncio.to_thread(command, "redrive", "--from", str(out / DEAD_LETTERS / "*"))
         assert sorted(stored(out)) == BAD
         async with serving(settings, stream=stream), asyncio.timeout(800):
             await until(lambda: not stored(out))

@@ -232,6 +232,8 @@ class LetterPlace(NamedTuple):
         return redacted(f"{self.kind}{colon}{self.target}")
 
 
+TABLES_OF_LETTERS: Final = ("delta", "iceberg")
+"""The sinks that take dead letters."""
 _FILES: Final = (r"(?s)(.*[^/].*)", "a folder or a URI")
 LETTER_PLACES: Final[Mapping[str, tuple[str, str, str]]] = {
     "jsonl": ("jsonl, jsonl:PATH or URI", *_FILES),
@@ -243,6 +245,7 @@ LETTER_PLACES: Final[Mapping[str, tuple[str, str, str]]] = {
         "//BUCKET or //BUCKET/PREFIX, without credentials: AWS's environment, profile or role has them",
     ),
     "kinesis": ("kinesis:STREAM", r"([A-Z0-9_.-]{1,128})", "a stream's name"),
+    **{name: (SINKS[name][1], r"(?s)(.*)", "a table") for name in TABLES_OF_LETTERS},
 }
 """By name: how the setting is written, what follows the colon (in any case of letters), and that in words."""
 
@@ -269,5 +272,7 @@ def dead_letters(raw: object) -> LetterPlace | None:
     match = re.fullmatch(pattern, target, re.IGNORECASE)
     if match is None:
         raise ValueError(f"after the colon comes {wanted}")
+    if word in TABLES_OF_LETTERS:
+        return LetterPlace(word, find(word).parse(target))
     is_path = in_files and "://" not in target
     return LetterPlace(word, str(local_path(target).absolute()) if is_path else match[1])

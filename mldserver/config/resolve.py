@@ -16,6 +16,7 @@ from mldserver.base.uris import redacted
 from mldserver.config.kinds import OnKeyFailure, TcpAddress, UnixAddress, is_local, pairs, show_size
 from mldserver.config.locations import (
     LEDGER_FILE,
+    TABLES_OF_LETTERS,
     OutPlace,
     RemoteOut,
     SqlitePlace,
@@ -23,6 +24,7 @@ from mldserver.config.locations import (
 )
 from mldserver.config.raw import FUNCTIONS, Given, Raw, Table, check_name, read_given
 from mldserver.config.settings import CONFIG_FILE, Settings, specs
+from mldserver.engine_jobs import Content
 from mldserver.errors import ConfigError
 from mldserver.sinks import find
 from mldserver.sinks.sink import SinkSpec
@@ -314,32 +316,36 @@ def _check_together(settings: Settings) -> None:
 
 def _check_sink(settings: Settings) -> None:
     """Raise ConfigError if the sink's settings do not fit together, or not the sink's format."""
-    sink, late_sink = sink_of(settings), late_sink_of(settings)
+    sink, side_sinks = sink_of(settings), side_sinks_of(settings)
     for name in ("sink_table", "sink_options"):
-        has_options = name == "sink_options" and late_sink is not None
+        has_options = name == "sink_options" and bool(side_sinks)
         if sink is None and getattr(settings, name) and not has_options:
             raise ConfigError(
                 f"{name} ({settings.origin(name)}) means nothing without a sink.",
                 advice=f"Set sink too, or leave {name} out.",
             )
-    for name, table in (("sink", sink), ("late_sink", late_sink)):
-        try:
-            if table is not None:
-                find(table.format).check_settings(table)
-        except ValueError as error:
-            raise ConfigError(
-                f"{name} = {table} ({settings.origin(name)}) does not go with the other settings: {error}."
-            ) from error
+    late_sink = settings.late_sink
     if late_sink is not None and not hasattr(find(late_sink.format), "files"):
         raise ConfigError(
             f"late_sink = {late_sink} ({settings.origin('late_sink')}) is not a table of files.",
             advice="Name a table of Delta Lake or Iceberg, or leave late_sink out: late rows then go to `_late` in `out`.",
         )
-    if late_sink is not None and settings.sink == settings.late_sink:
-        raise ConfigError(
-            f"sink and late_sink ({settings.origin('late_sink')}) name the same table, {late_sink}.",
-            advice="Late rows have the handler's columns, not those of windows: name another table.",
-        )
+    tables = [] if sink is None else [("sink", sink)]
+    tables += [("late_sink" if each == "late_rows" else each, table) for each, table in side_sinks.items()]
+    of_table: dict[tuple[str, str], str] = {}
+    for name, table in tables:
+        try:
+            find(table.format).check_settings(table)
+        except ValueError as error:
+            raise ConfigError(
+                f"{name} = {table} ({settings.origin(name)}) does not go with the other settings: {error}."
+            ) from error
+        other = of_table.setdefault((table.format, table.target), name)
+        if other != name:
+            raise ConfigError(
+                f"{other} and {name} ({settings.origin(name)}) name the same table, {table}.",
+                advice="They have different columns: name another table.",
+            )
 
 
 def _check_spark(settings: Settings) -> None:
@@ -399,12 +405,23 @@ def sink_of(settings: Settings) -> SinkSpec | None:
     return replace(settings.sink, table=settings.sink_table or "", options=dict(settings.sink_options))
 
 
-def late_sink_of(settings: Settings) -> SinkSpec | None:
-    """Return the sink of late rows; None if there is none. It has ``sink_options``, unless ``sink`` has another format."""
-    if settings.late_sink is None:
-        return None
-    is_like = settings.sink is None or settings.sink.format == settings.late_sink.format
-    return replace(settings.late_sink, options=dict(settings.sink_options) if is_like else {})
+def side_sinks_of(settings: Settings) -> dict[Content, SinkSpec]:
+    """Return the tables of late rows and of dead letters, if they have any.
+
+    Each has the ``sink_options``, unless ``sink`` has another format.
+    """
+    found: dict[Content, SinkSpec] = {}
+    if settings.late_sink is not None:
+        found["late_rows"] = settings.late_sink
+    letters = settings.dead_letters
+    if letters is not None and letters.kind in TABLES_OF_LETTERS:
+        found["dead_letters"] = SinkSpec(letters.kind, letters.target)
+    of_sink = None if settings.sink is None else settings.sink.format
+    options = dict(settings.sink_options)
+    return {
+        content: replace(sink, options=options if of_sink in {None, sink.format} else {})
+        for content, sink in found.items()
+    }
 
 
 def home(settings: Settings) -> Path:

@@ -37,7 +37,7 @@ from mldserver.output.publish import Publisher
 
 if TYPE_CHECKING:
     from mldserver.coordinator.core.open_windows import CoordinatorRules, CutWindows
-    from mldserver.jobs.late_table import LateTable
+    from mldserver.jobs.side_tables import SideTables
     from mldserver.output.store import Garbage, OutputStore
 
 log = structlog.get_logger("mldserver")
@@ -75,8 +75,8 @@ async def recover(
         adopted = await ledger.adopt()
         kill_point("recovery.adopted")
         runner.submit(_in_order(adopted))
-    late_table = None if runner is None else runner.late_table
-    late, deleted = await _inherit(ledger, store, late_table, own=False)
+    side_tables = None if runner is None else runner.side_tables
+    late, deleted = await _inherit(ledger, store, side_tables, own=False)
     log.info(
         "recovery.done",
         shards=len(state.shards),
@@ -110,7 +110,7 @@ async def take_over(
         kill_point("windows.adopted")
     runner.submit(_in_order(mine))
     if inherit:
-        await _inherit(ledger, store, runner.late_table, own=True)
+        await _inherit(ledger, store, runner.side_tables, own=True)
 
 
 def _in_order(entries: Iterable[WindowEntry]) -> list[WindowEntry]:
@@ -122,7 +122,7 @@ def _in_order(entries: Iterable[WindowEntry]) -> list[WindowEntry]:
 
 
 async def _inherit(
-    ledger: Ledger, store: OutputStore, late_table: LateTable | None, *, own: bool
+    ledger: Ledger, store: OutputStore, side_tables: SideTables | None, *, own: bool
 ) -> tuple[int, int]:
     """Publish late files and delete unnamed files of dead servers; return how many of each.
 
@@ -143,7 +143,7 @@ async def _inherit(
     servers = [server_id for server_id in state.servers if own or server_id != ledger.server_id]
     alive = {writer_tag(state.ledger_id, server_id) for server_id in servers}
     late = tuple(segment for segment in state.late_segments if written(segment.path).tag not in alive)
-    await publish_late(late, ledger, store, late_table)
+    await publish_late(late, ledger, store, side_tables)
     named = state.paths() | {entry.staging for entry in state.windows.values()}
     # Joined files of any server are useful until their window is published.
     waiting = {
@@ -186,12 +186,14 @@ def _sweep(store: OutputStore, gone: list[str], strangers: list[str], *, quarant
 
 
 async def publish_late(
-    segments: tuple[Segment, ...], ledger: Ledger, store: OutputStore, late_table: LateTable | None
+    segments: tuple[Segment, ...], ledger: Ledger, store: OutputStore, side_tables: SideTables | None
 ) -> None:
-    """Move registered files of the late dataset to where readers see them, or hand them to ``late_table``. Repeatable."""
-    if late_table is not None:
-        late_table.submit(segments)
-        return
+    """Move registered files of the late dataset to where readers see them. Repeatable.
+
+    Those with a table are handed to ``side_tables``.
+    """
+    if side_tables is not None:
+        segments = side_tables.submit(segments)
     for segment in segments:
         await asyncio.to_thread(store.publish, segment.path, late_path(segment.path))
         await asyncio.to_thread(store.drop_empty, segment.path.rpartition("/")[0])

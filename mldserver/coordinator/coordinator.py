@@ -113,7 +113,7 @@ class Coordinator:
             unique=unique,
             rules=rules,
             letters=letters,
-            late_table=None if runner is None else runner.late_table,
+            side_tables=None if runner is None else runner.side_tables,
         )
         self._view = self.watermark.view(now_ms)
         self._retention = Retention(
@@ -413,7 +413,7 @@ class Coordinator:
             segments=flusher.segments,
             segment_bytes_written=flusher.segment_bytes,
             latest_letters=tuple(flusher.latest_letters),
-            letters_elsewhere=flusher.letters is not None,
+            letters_elsewhere=flusher.letters is not None or flusher.letter_rows is not None,
             late_by_window=flusher.late_by_window,
         )
 

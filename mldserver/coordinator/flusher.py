@@ -24,7 +24,7 @@ from mldserver.coordinator.core.ledger_view import LedgerView
 from mldserver.coordinator.core.open_windows import CoordinatorRules, CutWindows, OpenWindows, WindowKey
 from mldserver.effects import Effects
 from mldserver.errors import LedgerError
-from mldserver.jobs.late_table import LateTable
+from mldserver.jobs.side_tables import SideTables
 from mldserver.ledger.contract import (
     BatchProgress,
     BatchStep,
@@ -42,7 +42,7 @@ from mldserver.ledger.contract import (
 )
 from mldserver.ledger.operations import Ledger
 from mldserver.output import joined
-from mldserver.output.layout import segment_path, state_path, written
+from mldserver.output.layout import LETTERS, segment_path, state_path, written
 from mldserver.output.store import Garbage, OutputStore
 from mldserver.records import DeadLetter, Sequence
 from mldserver.windows import Batches, WindowSpec
@@ -107,8 +107,8 @@ class Flusher:
     rules: CoordinatorRules
     letters: Destination | None = None
     """Where dead letters go; None: they stay in the ledger."""
-    late_table: LateTable | None = None
-    """Where late rows go; None: into the late dataset of the output folder."""
+    side_tables: SideTables | None = None
+    """Where late rows or dead letters go; None: late rows go into the late dataset of the output folder."""
     open_windows: OpenWindows | None = field(init=False)
     """None for a handler without rows."""
     cut_windows: CutWindows = field(init=False)
@@ -141,6 +141,11 @@ class Flusher:
     def __post_init__(self) -> None:
         self.open_windows = None if self.spec is None else OpenWindows(self.spec)
         self.cut_windows, self.garbage = CutWindows(self.rules), Garbage(self.store)
+
+    @property
+    def letter_rows(self) -> Callable[[tuple[DeadLetter, ...]], pa.Table] | None:
+        """Returns dead letters as rows, if they go into a table; else None."""
+        return None if self.side_tables is None else self.side_tables.letter_rows
 
     @property
     def garbage_bytes(self) -> int:
@@ -222,6 +227,7 @@ class Flusher:
             updates = {store_id: update for store_id, (_, update) in stores.items()}
             planned = await asyncio.to_thread(self._plan, live, durable, updates)
             segments = await self._write(planned)
+            segments += await self._write_letters(planned, segments)
             state_file = await self._write_state(planned, segments, stores)
             result = await self._register(planned, segments, state_file)
             if result.registered:
@@ -303,6 +309,8 @@ class Flusher:
                 raise
             effects = structs.replace(effects, dead_letters=left)
             kill_point("letters.stored")
+        if self.letter_rows is not None:
+            effects = structs.replace(effects, dead_letters=())  # they are a segment
         effects = Effects.without_rows([effects, planned.redriven_effects])
         windows, step = self.open_windows, None
         if windows is not None and isinstance(windows.spec, Batches):
@@ -395,6 +403,24 @@ class Flusher:
             await self.garbage.delete(done)
             raise
 
+    async def _write_letters(self, planned: FlushPlan, segments: tuple[Segment, ...]) -> tuple[Segment, ...]:
+        """Write the dead letters that go into a table. Raises OSError, and then deletes all that the flush has written."""
+        letters = planned.effects.dead_letters
+        if self.letter_rows is None or not letters:
+            return ()
+        kind = SegmentKind.LATE
+        path = segment_path(
+            LETTERS, self._merge_clock, self.unique(), kind=kind, tag=self.view.tag, shape=self.shape
+        )
+        try:
+            size = await asyncio.to_thread(self.store.write, path, self.letter_rows(letters))
+        except OSError:
+            self.garbage.add_unfinished(path)
+            await self.garbage.delete(segments)
+            raise
+        kill_point("segment.written")
+        return (Segment(path, LETTERS, len(letters), size, kind=kind),)
+
     async def _write_state(
         self,
         planned: FlushPlan,
@@ -428,6 +454,8 @@ class Flusher:
         self.latest_letters.extend(planned.effects.dead_letters)
         late = [segment for segment in segments if segment.kind is not SegmentKind.WINDOW]
         for segment in late:
+            if segment.window_id == LETTERS:
+                continue
             self.rows_late += segment.rows
             rows = self.late_by_window.pop(segment.window_id, 0) + segment.rows
             self.late_by_window[segment.window_id] = rows  # behind the others: the first is the one to forget
@@ -444,7 +472,7 @@ class Flusher:
     async def publish_late(self) -> None:
         """Make registered late rows visible, or hand them to their table. Raises OSError or LedgerError; repeatable."""
         if self._late:
-            await publish_late(self._late, self.ledger, self.store, self.late_table)
+            await publish_late(self._late, self.ledger, self.store, self.side_tables)
             self._late = ()
 
     async def join_small(self) -> None:

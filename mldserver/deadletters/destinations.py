@@ -120,9 +120,6 @@ def _sequence(number: str, sub: int) -> Sequence:
     return Sequence(int(number), sub)
 
 
-FOLDER: Final = "_dead_letters"
-"""In the output folder; its readers do not see it."""
-
 _NUMBERS: Final = ("sub_sequence", "arrival_ms", "attempts", "at_ms", "due_ms")
 _SCHEMA: Final = pa.schema(
     [
@@ -144,6 +141,12 @@ def batches(items: Iterable[T], *, size: Callable[[T], int], count: int, most: i
         batch.append(item)
     if batch:
         yield batch
+
+
+def as_rows(letters: Iterable[DeadLetter], pipeline: str) -> pa.Table:
+    """Return letters as rows with the fields of documents; ``data`` is binary."""
+    rows = [{**document(letter, pipeline), "data": letter.data} for letter in letters]
+    return pa.Table.from_pylist(rows, schema=_SCHEMA)
 
 
 def files(
@@ -168,9 +171,8 @@ def files(
         if kind == "jsonl":
             yield path, b"".join(orjson.dumps(document(letter, pipeline)) + b"\n" for letter in group)
         else:
-            rows = [{**document(letter, pipeline), "data": letter.data} for letter in group]
             sink = pa.BufferOutputStream()
-            pq.write_table(pa.Table.from_pylist(rows, schema=_SCHEMA), sink, compression="zstd")
+            pq.write_table(as_rows(group, pipeline), sink, compression="zstd")
             yield path, bytes(sink.getvalue())
 
 

@@ -31,8 +31,8 @@ from mldserver.errors import (
     may_quote,
 )
 from mldserver.jobs.engine import RETRIED_ERRORS, RETRY_SECONDS, allowed_seconds
-from mldserver.jobs.late_table import LateTable
 from mldserver.jobs.run_gate import RunGate, WindowKey
+from mldserver.jobs.side_tables import SideTables
 from mldserver.ledger.contract import Decision, LedgerState, WindowEntry, WindowState
 from mldserver.status_document import WindowRow, Windows, histogram
 
@@ -158,13 +158,14 @@ class WindowRunner:
         log_error_messages: bool = True,
         retry_seconds: tuple[float, float] = RETRY_SECONDS,
         gate: RunGate | None = None,
-        late_table: LateTable | None = None,
+        side_tables: SideTables | None = None,
     ) -> None:
         """Take the steps one by one; ``random`` gives [0, 1) for jitter.
 
         ``log_error_messages``: whether log and status quote what errors of jobs say. The ledger keeps it in any case.
         ``retry_seconds``: the first and the longest wait between runs. ``gate``: the one of the engine's driver, if other
-        functions share that. ``late_table``: where late rows go, if that is a table.
+        functions share that. ``side_tables``: where late rows and dead letters go, if those
+        are tables.
         """
         self._retry_seconds = retry_seconds
         self._quote_errors = log_error_messages
@@ -182,7 +183,7 @@ class WindowRunner:
         self._not_halted.set()
         self._idle = asyncio.Event()
         self._idle.set()
-        self.late_table = late_table
+        self.side_tables = side_tables
         self.published = self.set_aside = self.rows_out = 0
         self._alone: deque[tuple[WindowEntry, Committed | None]] = deque()
         """Windows that come next, each alone, with their output where it counts already."""
@@ -229,8 +230,8 @@ class WindowRunner:
         async with asyncio.TaskGroup() as group:
             self._workers = group
             group.create_task(self.steps.clean_up(), name="replaced outputs")
-            if self.late_table is not None:
-                group.create_task(self.late_table.run(), name="late rows")
+            if self.side_tables is not None:
+                group.create_task(self.side_tables.run(), name="side tables")
             for _ in range(self._policy.window_concurrency):
                 group.create_task(self._work_forever(), name="windows")
             try:
@@ -257,14 +258,14 @@ class WindowRunner:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no window is waiting or running, and no late rows wait for their table."""
-        return not self.unfinished and (self.late_table is None or self.late_table.is_idle)
+        """Whether no window is waiting or running, and nothing waits for a side table."""
+        return not self.unfinished and (self.side_tables is None or self.side_tables.is_idle)
 
     async def idle(self) -> None:
-        """Return when no window is waiting or running, and no late rows wait for their table."""
+        """Return when no window is waiting or running, and nothing waits for a side table."""
         await self._idle.wait()
-        if self.late_table is not None:
-            await self.late_table.idle()
+        if self.side_tables is not None:
+            await self.side_tables.idle()
 
     def oldest_seconds(self) -> float | None:
         """Return for how long the oldest window that is cut has waited to be published; None: none waits."""

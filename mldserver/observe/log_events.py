@@ -264,10 +264,10 @@ window.decided  warning  decision
     published, without output).
 window.set_aside  error  attempts traceback
     A window's job kept failing; the window is set aside with its segments.
-late.done  info  window rows path seconds
-    Late rows of a window are in their table (``late_sink``).
-late.failed  warning  window attempt delay_seconds traceback
-    Late rows could not be written into their table; the server tries again, and later ones wait.
+side_table.done  info  content window rows path seconds
+    Late rows of a window (``late_sink``), or dead letters (``dead_letters``), are in their table.
+side_table.failed  warning  content window attempt delay_seconds traceback
+    Late rows or dead letters could not be written into their table; the server tries again, and later ones wait.
 recovery.done  info  shards windows_published windows_restarted files_deleted late_published clock
     What the server found in the ledger at its start, and what it did.
 recovery.quarantined  warning  count path

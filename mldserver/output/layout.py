@@ -2,6 +2,7 @@
 
     <out>/window=<id>/part-….parquet            published windows: what readers read
     <out>/_late/window=<id>/….parquet           the late dataset (hidden from readers of <out>, as all below)
+    <out>/_dead_letters/                        dead letters as files (``deadletters/destinations.py``)
     <out>/_mldserver/ledger.sqlite              the ledger
     <out>/_mldserver/owner.json                 whose the folder is (``owner.py``)
     <out>/_mldserver/servers/<tag>.lock         held by each server that lives
@@ -49,6 +50,9 @@ SPARK = f"{PRIVATE}/spark"
 DRIVERS = f"{PRIVATE}/drivers"
 QUARANTINE = f"{PRIVATE}/quarantine"
 LATE = "_late"
+DEAD_LETTERS = "_dead_letters"
+LETTERS = "dead-letters"
+"""In place of a window's id in the paths of segments: dead letters on their way into a table."""
 JOINED = "joined-"
 """What the name of a joined file begins with; the rest is that of the first segment in it."""
 
@@ -123,6 +127,8 @@ def written(path: str) -> Written:
 
 
 def late_path(segment: str) -> str:
-    """Return where a late segment is published."""
+    """Return where a segment of late rows is published; or one of dead letters, if they have no table any more."""
     window_id, name = segment.rsplit("/", 2)[1:]
+    if window_id == LETTERS:
+        return f"{DEAD_LETTERS}/{name}"
     return f"{LATE}/window={window_id}/{name}"

@@ -75,7 +75,7 @@ class SparkEngine:
         OperatorError when a local session cannot be made, or when another function of the driver excludes this one.
         """
         function, setup = self._function, self.setup
-        if setup.sink is not None or setup.late_sink is not None:
+        if setup.sink is not None or setup.side_sinks:
             owner = Owner(self.setup.name, self.ledger_id)
             function.load = msgspec.structs.replace(function.load, owner=owner)
         self._joined = True

@@ -24,7 +24,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING
 
 from mldserver.base.service import entitle
 from mldserver.children.channel import WireError, receive_now, send_now
-from mldserver.engine_jobs import WindowJob
+from mldserver.engine_jobs import Content, WindowJob
 from mldserver.errors import HandlerError, MldserverError
 from mldserver.sinks import find
 from mldserver.sinks.sink import SinkSpec, check_result
@@ -87,8 +87,8 @@ class FunctionParts:
     hook: WindowHook
     sink: SinkSpec | None = None
     """Where outputs are published, if that is a table."""
-    late_sink: SinkSpec | None = None
-    """The same of late rows."""
+    side_sinks: Mapping[Content, SinkSpec] = field(default_factory=dict)
+    """The same of other content."""
 
 
 @dataclass(kw_only=True)
@@ -218,7 +218,8 @@ class Jobs:
                 return self._query(request, files)
             function = self.functions[request.function]
             if isinstance(request, wire.Publish):
-                sink = function.late_sink if request.job.late else function.sink
+                content = request.job.content
+                sink = function.sink if content == "window" else function.side_sinks.get(content)
                 if sink is None:
                     raise ValueError("no table was named to publish into")
                 find(sink.format).publish(spark, sink, request.job)
@@ -424,7 +425,7 @@ class Driver:
         if not load.out:
             self._warm_ups.append(load.place)
         warm_up(session, load)
-        for spec in (load.sink, load.late_sink):
+        for spec in (load.sink, *load.side_sinks.values()):
             if spec is not None:
                 sink = find(spec.format)
                 sink.check(session.spark, spec)
@@ -432,7 +433,7 @@ class Driver:
                     sink.own(session.spark, spec, load.owner, new_ledger=load.new_ledger)
         if load.sink is not None:
             hook = replace(hook, check=check_result, stamped=True)
-        return FunctionParts(load.schema, hook, load.sink, load.late_sink)
+        return FunctionParts(load.schema, hook, load.sink, load.side_sinks)
 
     def _send_and_die(self, reason: wire.JvmGone | wire.Health) -> None:
         """Send the server the reason and kill this process at once; do nothing if it is stopping anyway."""

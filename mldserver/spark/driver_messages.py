@@ -25,6 +25,7 @@ import msgspec
 
 from mldserver.children import channel
 from mldserver.engine_jobs import (  # msgspec reads them
+    Content,
     FunctionView,  # msgspec reads it
     PublishJob,
     WindowJob,
@@ -77,8 +78,8 @@ class LoadFunction(channel.Message, frozen=True):
     """The handler's own columns as Spark DDL."""
     sink: SinkSpec | None = None
     """The table that Publish writes into."""
-    late_sink: SinkSpec | None = None
-    """The table that Publish writes late rows into."""
+    side_sinks: dict[Content, SinkSpec] = msgspec.field(default_factory=dict)
+    """The tables that Publish writes other content into than windows."""
     owner: Owner | None = None
     """Whose these tables are, or become."""
     new_ledger: bool = False

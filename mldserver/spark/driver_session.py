@@ -161,7 +161,7 @@ class Life:
 
     def load(self, function: wire.LoadFunction) -> None:
         """Have the driver load a function, or load it again. ``functions`` will show whether it has."""
-        sinks = [sink for sink in (function.sink, function.late_sink) if sink is not None]
+        sinks = [sink for sink in (function.sink, *function.side_sinks.values()) if sink is not None]
         places = (each for sink in sinks for each in (sink.options, sink.target))
         self._secrets |= secrets_in(function.storage, *places)
         self._redacted = redaction(self._secrets)

@@ -1,13 +1,11 @@
 from __future__ import annotations
 
-import types
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mldserver import sinks
-from mldserver.config.resolve import late_sink_of, resolve
+from mldserver.config.resolve import resolve, side_sinks_of
 from mldserver.config.settings import Settings
 from mldserver.errors import ConfigError
 from mldserver.sinks.sink import SinkSpec
@@ -103,7 +101,7 @@ def test_what_names_no_table_is_refused(sink: object, told: str) -> None:
         ({"sink_table": "t"}, "sink_table .* means nothing without a sink"),
         ({"sink_options": ["a=b"]}, "sink_options .* means nothing without a sink"),
         ({"late_sink": URL, "sink_table": "t"}, "sink_table .* means nothing without a sink"),
-        ({"late_sink": URL}, "names a database, and no table in it"),
+        ({"late_sink": URL}, "late_sink = jdbc:.* is not a table of files"),
         (
             {"sink": "delta:/x", "late_sink": "delta:/x"},
             "sink and late_sink .* name the same table, delta:/x",
@@ -119,23 +117,22 @@ def test_settings_of_a_sink_that_do_not_fit_together_are_refused(given: dict[str
         settings(**given)
 
 
-def test_late_rows_go_into_tables_of_files_only() -> None:
-    installed = types.SimpleNamespace(
-        parse=str, check_settings=lambda _: None, check=None, own=None, publish=None
-    )
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sinks.SINKS, "queue", (installed, "queue:NAME"))
-        with pytest.raises(ConfigError, match=r"late_sink = queue:late .* is not a table of files"):
-            settings(late_sink="queue:late")
-
-
 @pytest.mark.parametrize("sink", ["parquet", "delta:/x", "iceberg:a.b.c"])
 def test_options_of_the_sink_are_those_of_late_rows_too_if_the_format_is_the_same(sink: str) -> None:
     given = settings(sink=sink, late_sink="delta:/late", sink_options=["partition_by=month"])
-    late = late_sink_of(given)
-    assert late is not None
-    assert (late.target, late.options) == (
-        "/late",
-        {} if sink.startswith("iceberg") else {"partition_by": "month"},
-    )
-    assert late_sink_of(settings()) is None
+    options = {} if sink.startswith("iceberg") else {"partition_by": "month"}
+    assert side_sinks_of(given) == {"late_rows": SinkSpec("delta", "/late", "", options)}
+    assert side_sinks_of(settings(dead_letters="jsonl")) == {}
+
+
+def test_dead_letters_go_into_tables_too() -> None:
+    given = settings(dead_letters="iceberg:a.b.letters", late_sink="delta:/late", sink_options=["type=sql"])
+    assert side_sinks_of(given) == {
+        "late_rows": SinkSpec("delta", "/late", "", {"type": "sql"}),
+        "dead_letters": SinkSpec("iceberg", "a.b.letters", "", {"type": "sql"}),
+    }
+    assert given.given()["dead_letters"].startswith("iceberg:a.b.letters (")
+    with pytest.raises(ConfigError, match=r"late_sink and dead_letters .* name the same table, delta:/late"):
+        settings(dead_letters="delta:/late", late_sink="delta:/late")
+    with pytest.raises(ConfigError, match=r"after iceberg: comes CATALOG\.DATABASE\.TABLE"):
+        settings(dead_letters="iceberg:x")

@@ -28,9 +28,10 @@ from mldserver.coordinator.core.open_windows import CoordinatorRules
 from mldserver.coordinator.core.shape import Column, Shape
 from mldserver.coordinator.membership import ServerLocks
 from mldserver.coordinator.shards import IntakeSession
+from mldserver.deadletters.destinations import as_rows
 from mldserver.errors import LedgerError
-from mldserver.jobs.late_table import LateTable
 from mldserver.jobs.runner import WindowRunner
+from mldserver.jobs.side_tables import SideTables
 from mldserver.jobs.steps import WindowSteps
 from mldserver.output.layout import LEDGER, SERVERS
 from mldserver.output.owner import FolderClaim
@@ -166,7 +167,7 @@ class Pipeline:
         engine: Callable[[], LocalEngine] = LocalEngine,
         without_rows: bool = False,
         recompute: bool = False,
-        late_table: bool = False,
+        side_tables: bool = False,
         delay_ms: int = 2000,
         server_id: str = "one",
         clock: VirtualClock | None = None,
@@ -186,8 +187,8 @@ class Pipeline:
         self.policy = policy or WindowSettings(window_concurrency=1)
         self.retry_seconds = retry_seconds
         self.recompute = recompute
-        self.late_table = out / "_late.sqlite" if late_table else None
-        self.make_engine = engine if self.late_table is None else partial(TableEngine, self.late_table)
+        self.side_table = out / "_side.sqlite" if side_tables else None
+        self.make_engine = engine if self.side_table is None else partial(TableEngine, self.side_table)
         self.server_id = server_id
         self.locks = ServerLocks(out / SERVERS) if locks else None
         self.clock = clock or VirtualClock(1_000_000)
@@ -222,12 +223,16 @@ class Pipeline:
                 "log_error_messages": self.log_error_messages,
                 "retry_seconds": self.retry_seconds,
             }
-            late_table = None
-            if self.late_table is not None:
-                late_table = LateTable(
-                    steps, table="delta:/late", window_columns=("window_start", "window_end"), **retrying
+            side_tables = None
+            if self.side_table is not None:
+                side_tables = SideTables(
+                    steps,
+                    tables={"late_rows": "delta:/late", "dead_letters": "delta:/letters"},
+                    window_columns=("window_start", "window_end"),
+                    letter_rows=partial(as_rows, pipeline="test"),
+                    **retrying,
                 )
-            self.runner = WindowRunner(steps, self.policy, late_table=late_table, **retrying)
+            self.runner = WindowRunner(steps, self.policy, side_tables=side_tables, **retrying)
         self.coordinator = Coordinator(
             rules=self.rules,
             spec=self.spec,
@@ -302,16 +307,21 @@ class Pipeline:
 
     def late_rows(self) -> list[dict[str, Any]]:
         """Return what readers see of late rows, in their table or as files."""
-        if self.late_table is None:
+        if self.side_table is None:
             return self.rows("_late/window=*/*.parquet")
         assert not list(self.out.glob("_late/*"))
-        found = [
-            row
-            for _, tables in read_table(self.late_table).values()
+        found = [row for window, row in self.side_rows() if window.startswith("late-")]
+        return sorted(found, key=lambda row: (row["_time"], row["_clock"]))
+
+    def side_rows(self) -> list[tuple[str, dict[str, Any]]]:
+        """Return the rows of the tables of late rows and dead letters, each with the id of its commit."""
+        assert self.side_table is not None
+        return [
+            (window, row)
+            for window, (_, tables) in read_table(self.side_table).items()
             for table in tables
             for row in table.to_pylist()
         ]
-        return sorted(found, key=lambda row: (row["_time"], row["_clock"]))
 
     def nameless_files(self) -> list[str]:
         """Return the private files that the ledger does not name."""
@@ -332,9 +342,14 @@ class Pipeline:
         store = SqliteStore(self.out / LEDGER, pipeline="test", server_id="reader")
         store.peek()
         try:
-            return [(letter.shard_id, letter.sequence) for letter in store.dead_letters(10_000)]
+            found = [(letter.shard_id, letter.sequence) for letter in store.dead_letters(10_000)]
         finally:
             store.close()
+        if self.side_table is None:
+            return found
+        assert found == []
+        rows = [row for window, row in self.side_rows() if window.startswith("dead-letters-")]
+        return [(row["shard"], Sequence(int(row["sequence"]), row["sub_sequence"])) for row in rows]
 
     def state(self) -> Any:
         """Return what the ledger holds, between two lives."""

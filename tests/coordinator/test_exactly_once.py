@@ -24,13 +24,13 @@ class Case(NamedTuple):
 
     spec: WindowSpec
     recompute: bool
-    late_table: bool = False
+    side_tables: bool = False
 
 
 CASES = {
     "recompute": Case(Tumbling(10_000, "at"), recompute=True),
     "separate": Case(Tumbling(10_000, "at"), recompute=False),
-    "late table": Case(Tumbling(10_000, "at"), recompute=False, late_table=True),
+    "side tables": Case(Tumbling(10_000, "at"), recompute=False, side_tables=True),
     "arrival": Case(Tumbling(10_000), recompute=True),
     "batches": Case(batches(max_rows=4, max_age="2 s"), recompute=True),
 }
@@ -45,7 +45,7 @@ every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 every_case_in_long = pytest.mark.parametrize(
     "case",
     [
-        pytest.param(case, id=name, marks=() if name in {"recompute", "late table"} else pytest.mark.long)
+        pytest.param(case, id=name, marks=() if name in {"recompute", "side tables"} else pytest.mark.long)
         for name, case in CASES.items()
     ],
 )

@@ -21,6 +21,7 @@ from crash import timed
 from support.counted import check_stored
 from support.sqlite_table import read_table
 
+from mldserver.config.locations import LetterPlace
 from mldserver.sinks.sink import SinkSpec
 from mldserver.testing import FakeStream
 
@@ -34,6 +35,8 @@ _STEP: Final = timedelta(milliseconds=100)
 """Between two records."""
 TABLE: Final = "_table.sqlite"
 """In the output folder: where the small engine publishes windows, when a story's sink is a table."""
+_LETTERS: Final = "dead-letters-"
+"""What the ids of commits of dead letters begin with."""
 _FEW_KEYS: Final = 23
 TWICE: Final = 1_000_000
 """Added to the id of a record's second row."""
@@ -95,9 +98,13 @@ KINDS: Final = {
     "recompute": Kind(_BY_COLUMN, column=True),
     "table": Kind(_BY_COLUMN, {"sink": SinkSpec("delta", "in the engine's own file")}, column=True),
     "separate": Kind(_BY_COLUMN, {"late": "separate"}, column=True, late=True),
-    "late_table": Kind(
+    "side_tables": Kind(
         _BY_COLUMN,
-        {"late": "separate", "late_sink": SinkSpec("delta", "in the engine's own file")},
+        {
+            "late": "separate",
+            "late_sink": SinkSpec("delta", "in the engine's own file"),
+            "dead_letters": LetterPlace("delta", "there too"),
+        },
         column=True,
         late=True,
     ),
@@ -112,11 +119,11 @@ KINDS: Final = {
 _FILES: Final = tuple(kind for kind in KINDS if kind != "table")
 ONLY_IN: Final = {
     "window.renamed": _FILES,
-    "sink.writing": ("table", "late_table"),
+    "sink.writing": ("table", "side_tables"),
     "sink.written": ("table",),
-    "late.staged": ("late_table",),
-    "late.moved": ("separate", "late_table", "forgetful"),
-    "late.published": ("separate", "late_table", "forgetful"),
+    "late.staged": ("side_tables",),
+    "late.moved": ("separate", "side_tables", "forgetful"),
+    "late.published": ("separate", "side_tables", "forgetful"),
     "revision.cutting": ("recompute",),
     "revision.cut": ("recompute",),
     "revision.exchanged": ("recompute",),
@@ -283,12 +290,30 @@ def published(out: Path, tables: Iterable[tuple[str, pa.Table]] = ()) -> Iterato
         for file in ds.dataset(folder, format="parquet").files if folder.exists() else ():
             window = file.rsplit("/", 2)[1].removeprefix("window=")
             yield from _rows(pq.ParquetFile(file).read(), window, late=late)
-    stored = ((window, table) for window, (_, files) in read_table(out / TABLE).items() for table in files)
-    for window, table in itertools.chain(stored, tables):
+    for window, table in _in_tables(out, tables):
         late = window.startswith("late-")
         name = window.removeprefix("late-").rpartition("-")[0] if late else window
-        rows = table.drop_columns([each for each in ("_window", "_revision") if each in table.column_names])
-        yield from _rows(rows, name, late=late, bounds=True)
+        if not window.startswith(_LETTERS):
+            yield from _rows(table, name, late=late, bounds=True)
+
+
+def letters_in_tables(out: Path, tables: Iterable[tuple[str, pa.Table]]) -> Counter[Letter]:
+    """Return the dead letters that are rows of tables; arguments as for ``published``."""
+    return Counter(
+        Letter(json.loads(row["data"])["id"], row["shard"], row["sequence"])
+        for window, table in _in_tables(out, tables)
+        if window.startswith(_LETTERS)
+        for row in table.to_pylist()
+    )
+
+
+def _in_tables(out: Path, tables: Iterable[tuple[str, pa.Table]]) -> Iterator[tuple[str, pa.Table]]:
+    stored = ((window, table) for window, (_, files) in read_table(out / TABLE).items() for table in files)
+    for window, table in itertools.chain(stored, tables):
+        yield (
+            window,
+            table.drop_columns([each for each in ("_window", "_revision") if each in table.column_names]),
+        )
 
 
 def _rows(table: pa.Table, window: str, *, late: bool, bounds: bool | None = None) -> Iterator[Row]:
@@ -360,10 +385,11 @@ def check(
 
     ``alone``: no two servers ran at the same time, so that no two rows have one ``_clock``. ``tables``: see ``published``.
     """
+    tables = list(tables)
     rows = list(published(out, tables))
     found = Counter(row.columns for row in rows if not row.fired)
     assert found == story.rows, f"lost: {story.rows - found}; doubled or foreign: {found - story.rows}"
-    letters = held.letters
+    letters = held.letters + letters_in_tables(out, tables)
     assert letters == story.poisoned, f"lost: {story.poisoned - letters}; doubled: {letters - story.poisoned}"
     left = nameless(out, held)
     assert not left, f"left behind: {left}"

@@ -50,7 +50,7 @@ EXTRA: Final = 3
 """How many stories are played beyond that, at most, until both were killed."""
 A_LIFE: Final = 2
 """How often Spark is killed in one life of a server: a third JVM that cannot start would end the server, rightly."""
-OF_LATE_ROWS: Final = ("late.staged", "late.moved", "late.published")
+OF_SIDE_TABLES: Final = ("late.staged", "late.moved", "late.published")
 OF_A_TABLE: Final = ("attempt.staged", "window.committed", "sink.writing", "window.published")
 """The same, where the output goes into a table."""
 QUICK: Final = {
@@ -204,7 +204,7 @@ async def test_a_server_that_publishes_into_postgresql_dies_at_each_step_and_the
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["delta", "iceberg"])
-@pytest.mark.parametrize(("of", "steps"), [("table", OF_A_TABLE), ("late_table", OF_LATE_ROWS)])
+@pytest.mark.parametrize(("of", "steps"), [("table", OF_A_TABLE), ("side_tables", OF_SIDE_TABLES)])
 async def test_a_server_that_publishes_into_a_lake_dies_at_each_step_and_the_table_is_exact(
     tmp_path: Path, seed: int, kind: str, of: str, steps: tuple[str, ...]
 ) -> None:
@@ -219,18 +219,19 @@ async def test_a_server_that_publishes_into_a_lake_dies_at_each_step_and_the_tab
         }
 
         def tables() -> Iterator[tuple[str, pa.Table]]:
-            if kind == "delta":
-                found = DeltaTable(folder / "table").to_pyarrow_table().drop_columns("_day")
-            else:
-                found = load_catalog("lake", **options).load_table("air.events").scan().to_arrow()
-            for row in found.drop_columns("_revision").to_pylist():
-                yield row.pop("_window"), pa.Table.from_pylist([row])
+            for name in ("events",) if of == "table" else ("events", "letters"):
+                if kind == "delta":
+                    found = DeltaTable(folder / name).to_pyarrow_table().drop_columns("_day")
+                else:
+                    found = load_catalog("lake", **options).load_table(f"air.{name}").scan().to_arrow()
+                for row in found.drop_columns("_revision").to_pylist():
+                    yield row.pop("_window"), pa.Table.from_pylist([row])
 
+        place = f"delta:{folder}/" if kind == "delta" else "iceberg:lake.air."
+        places = {"sink": "events"} if of == "table" else {"late_sink": "events", "dead_letters": "letters"}
         settings: dict[str, Any] = {
             **QUICK,
-            "sink" if of == "table" else "late_sink": f"delta:{folder}/table"
-            if kind == "delta"
-            else "iceberg:lake.air.events",
+            **{setting: place + name for setting, name in places.items()},
             "cache_dir": tmp_path / "cache",
             "retry_seconds": (0.05, 0.5),
         }

@@ -17,8 +17,9 @@ from mldserver.assembly import destination_of
 from mldserver.config.locations import LetterPlace, dead_letters
 from mldserver.config.resolve import resolve
 from mldserver.deadletters import aws_destinations
-from mldserver.deadletters.destinations import FOLDER, FolderDestination, read_letters
+from mldserver.deadletters.destinations import FolderDestination, read_letters
 from mldserver.errors import ConfigError, LedgerError, OperatorError
+from mldserver.output.layout import DEAD_LETTERS
 from mldserver.output.store import OutputStore
 from mldserver.records import DeadLetter
 from mldserver.testing import VirtualClock
@@ -57,12 +58,12 @@ async def writing_to(place: Place, out: Path) -> Writing:
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 async def test_a_folder_has_a_file_for_each_shard_of_a_flush(tmp_path: Path, kind: Any) -> None:
-    folder = FolderDestination(OutputStore(str(tmp_path)), FOLDER, pipeline="p", kind=kind)
+    folder = FolderDestination(OutputStore(str(tmp_path)), DEAD_LETTERS, pipeline="p", kind=kind)
     for _ in range(2):  # a repeat writes over
         assert await folder.store(LETTERS) == ()
     await folder.close()
-    assert files(tmp_path) == [f"{FOLDER}/a/1-0.{kind}", f"{FOLDER}/b/1-0.{kind}"]
-    assert read_letters(str(tmp_path / FOLDER), "p") == [LETTERS[0], LETTERS[2], LETTERS[1]]
+    assert files(tmp_path) == [f"{DEAD_LETTERS}/a/1-0.{kind}", f"{DEAD_LETTERS}/b/1-0.{kind}"]
+    assert read_letters(str(tmp_path / DEAD_LETTERS), "p") == [LETTERS[0], LETTERS[2], LETTERS[1]]
 
 
 async def test_letters_are_there_before_the_position_moves(tmp_path: Path) -> None:

@@ -77,7 +77,7 @@ class World:
             "cache_dir": spark_cache(root),
             "python_path": (str(HERE), str(HERE.parent / "sinks" / "packages")),
             "sink": SinkSpec("toy", str(root / "toys"), "", {"indent": "1"}),
-            "late_sink": SinkSpec("delta", str(root / "late")),
+            "side_sinks": {"late_rows": SinkSpec("delta", str(root / "late"))},
             "quick": True,
             "archive_after": None,
             **settings,
@@ -205,7 +205,7 @@ async def test_late_rows_go_into_a_table_of_their_own_once(world: World) -> None
     )
     window = Window("late-w-1", START, START + timedelta(hours=1), 1, "test")
     for _ in range(2):
-        job = PublishJob(window, str(folder), ("late.parquet",), len(rows), late=True)
+        job = PublishJob(window, str(folder), ("late.parquet",), len(rows), content="late_rows")
         await world.engine.publish(job)
     table = DeltaTable(str(world.root / "late")).to_pyarrow_table()
     assert table.sort_by("_clock").select(rows.column_names).to_pylist() == rows.to_pylist()

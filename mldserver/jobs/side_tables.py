@@ -1,4 +1,4 @@
-"""Writes late rows into a table (setting ``late_sink``), each segment of them exactly once.
+"""Writes late rows and dead letters into tables of their own, each segment exactly once (``late_sink``, ``dead_letters``).
 
     registered ──copy with the table's columns──▶ staged ──engine.publish──▶ in the table ──late_published──▶ deleted
 
@@ -10,46 +10,50 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Final
 
 import structlog
 
 from mldserver.base.backoff import Backoff
 from mldserver.base.kill_points import kill_point
-from mldserver.engine_jobs import REVISION, WINDOW, PublishJob
+from mldserver.engine_jobs import REVISION, WINDOW, Content, PublishJob
 from mldserver.errors import OperatorError, fields_to_log
 from mldserver.jobs.engine import RETRIED_ERRORS, RETRY_SECONDS
 from mldserver.ledger.contract import Segment
-from mldserver.output.layout import attempt_path, writer_tag
+from mldserver.output.layout import LETTERS, attempt_path, writer_tag
 from mldserver.windows import Window, as_window
 
 if TYPE_CHECKING:
+    import pyarrow as pa
+
     from mldserver.jobs.steps import WindowSteps
+    from mldserver.records import DeadLetter
 
 log = structlog.get_logger("mldserver")
 
 _FILE: Final = "late.parquet"
 
 
-class LateTable:
-    """The segments that wait for the table, oldest first. One that cannot be written holds those behind it."""
+class SideTables:
+    """The segments that wait for their tables, oldest first. One that cannot be written holds those behind it."""
 
     def __init__(
         self,
         steps: WindowSteps,
         *,
-        table: str,
+        tables: Mapping[Content, str],
         window_columns: tuple[str, str] | None,
         random: Callable[[], float],
+        letter_rows: Callable[[tuple[DeadLetter, ...]], pa.Table] | None = None,
         log_error_messages: bool = True,
         retry_seconds: tuple[float, float] = RETRY_SECONDS,
     ) -> None:
-        """``table``: as a log shows it. ``window_columns``: names of the columns of a window's start and end.
+        """``tables``: as a log shows them. ``window_columns``: names of the columns of a window's start and end.
 
-        ``random`` gives [0, 1) for jitter. ``log_error_messages`` and ``retry_seconds``: see ``WindowRunner``.
+        ``letter_rows`` returns dead letters as rows; None: they have no table. ``random`` gives [0, 1) for jitter. ``log_error_messages`` and ``retry_seconds``: see ``WindowRunner``.
         """
-        self.table = table
+        self.tables, self.letter_rows = tables, letter_rows
         self._steps, self._window_columns = steps, window_columns
         self._random, self._backoff = random, Backoff(*retry_seconds)
         self._quote_errors = log_error_messages
@@ -68,27 +72,35 @@ class LateTable:
         """Whether no segment waits."""
         return not self._waiting
 
-    def submit(self, segments: Iterable[Segment]) -> None:
-        """Take segments that the ledger holds as late. Twice is once."""
+    def submit(self, segments: Iterable[Segment]) -> tuple[Segment, ...]:
+        """Take segments that the ledger holds as late; return those that have no table. Twice is once."""
+        left = []
         for segment in segments:
-            self._waiting.setdefault(segment.path, segment)
+            if content_of(segment) in self.tables:
+                self._waiting.setdefault(segment.path, segment)
+            else:
+                left.append(segment)
         if self._waiting:
             self._idle.clear()
             self._arrived.set()
+        return tuple(left)
 
     async def run(self) -> None:
-        """Write what waits into the table, until cancelled."""
+        """Write what waits into its table, until cancelled."""
         while True:
             await self._arrived.wait()
             segment = next(iter(self._waiting.values()))
+            content = content_of(segment)
             try:
                 await self._write(segment)
             except RETRIED_ERRORS as error:
                 fields = fields_to_log(error, quotes=self._quote_errors)
-                self.trouble = f"late rows cannot be written into {self.table}: {fields['what']}"
+                what = content.replace("_", " ")
+                self.trouble = f"{what} cannot be written into {self.tables[content]}: {fields['what']}"
                 delay = self._backoff.failed(self._random())
                 log.warning(
-                    "late.failed",
+                    "side_table.failed",
+                    content=content,
                     window=segment.window_id,
                     attempt=self._backoff.failures,
                     delay_seconds=round(delay, 3),
@@ -107,7 +119,8 @@ class LateTable:
         """Write a segment into the table, unless another server has, and delete it. Raises ``RETRIED_ERRORS``."""
         steps = self._steps
         number = hashlib.sha256(segment.path.encode()).hexdigest()[:16]
-        name, bounds = f"late-{segment.window_id}-{number}", (segment.start_ms, segment.end_ms)
+        kind = "" if content_of(segment) == "dead_letters" else "late-"
+        name, bounds = f"{kind}{segment.window_id}-{number}", (segment.start_ms, segment.end_ms)
         window = as_window(name, *bounds, revision=1, pipeline=steps.pipeline)
         tag = writer_tag(steps.ledger_id, steps.ledger.server_id)
         staging = attempt_path(steps.publisher.root, window.id, 1, tag)
@@ -127,15 +140,17 @@ class LateTable:
             return  # another server has written it
         kill_point("late.staged")
         place = (steps.store.uri(staging), (_FILE,), segment.rows, steps.store.place, steps.ledger_id)
-        await steps.engine.publish(PublishJob(window, *place, late=True))
+        content = content_of(segment)
+        await steps.engine.publish(PublishJob(window, *place, content=content))
         kill_point("late.moved")
         await steps.ledger.late_published((segment.path,))
         kill_point("late.published")
         log.info(
-            "late.done",
+            "side_table.done",
+            content=content,
             window=segment.window_id,
             rows=segment.rows,
-            path=self.table,
+            path=self.tables[content],
             seconds=(steps.clock.steady_ms() - began_ms) / 1000,
         )
 
@@ -149,8 +164,8 @@ class LateTable:
                 rows = file.read()
         except pa.ArrowInvalid as error:
             raise OperatorError(
-                f"The file of late rows {store.uri(segment.path)} is damaged: {error}.",
-                did="It stays where it is, and late rows behind it wait.",
+                f"The file {store.uri(segment.path)} is damaged: {error}.",
+                did="It stays where it is, and those behind it wait.",
                 advice="Restore it from a backup.",
             ) from error
         bounds = zip(self._window_columns or (), (window.start, window.end), strict=False)
@@ -169,3 +184,8 @@ class LateTable:
         for path in paths:
             store.delete(path)
             store.drop_empty(path.rpartition("/")[0])
+
+
+def content_of(segment: Segment) -> Content:
+    """Return what a late segment holds."""
+    return "dead_letters" if segment.window_id == LETTERS else "late_rows"
