@@ -42,6 +42,7 @@ async def process_record(record):
         except asyncio.CancelledError:
             pathlib.Path("refused").touch()
 """
+WITHOUT_ROWS = "def process_record(record):\n    pass\n"
 KEEPS_STATE = """
 def process_record(record, ctx):
     ctx.state["n"] = ctx.state.get("n", 0) + 1
@@ -121,6 +122,14 @@ async def test_a_handler_that_keeps_state_needs_the_ranges_of_shards(
     (failed,) = [entry for entry in entries(log_file) if entry["event"] == "server.failed"]
     assert what in failed["what"]
     assert advice in failed["advice"]
+
+
+async def test_a_handler_without_rows_has_no_table_of_dead_letters(tmp_path: Path) -> None:
+    letters = ("--workers", "inline", "--dead-letters", "delta:letters")
+    async with serving(tmp_path, WITHOUT_ROWS, *letters) as (process, log_file):
+        assert await process.wait() == 2
+    (failed,) = [entry for entry in entries(log_file) if entry["event"] == "server.failed"]
+    assert "is a table, and a handler without rows has no Spark that writes it" in failed["what"]
 
 
 @pytest.mark.parametrize(
