@@ -244,7 +244,7 @@ async def _assembled(
     # In a thread, because a ledger in DynamoDB imports a large part of AWS's client.
     make_ledger = partial(ledger_of, settings, server_id=server_id, clock=clock)
     ledger = await run_in_daemon_thread(make_ledger, name="mldserver-ledger")
-    shape, runner = _shape(settings, spec), None
+    shape, runner = shape_of(settings, spec), None
 
     def freed(freed_bytes: int) -> None:  # the coordinator is created below
         coordinator.freed(freed_bytes)
@@ -510,7 +510,7 @@ def _source_of(settings: Settings, tls: ServerTLS | None, secret: bytes | None, 
     )
 
 
-def _shape(settings: Settings, spec: HandlerSpec) -> Shape:
+def shape_of(settings: Settings, spec: HandlerSpec) -> Shape:
     """Return the pipeline's columns, windows and sink table, which all servers on a ledger must share."""
     columns = () if spec.schema is None else spec.schema.columns
     table = None

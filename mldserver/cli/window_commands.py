@@ -19,6 +19,7 @@ from mldserver.cli.render import (
     write_json,
     write_text,
 )
+from mldserver.cli.replay import replay_windows
 from mldserver.config.resolve import sink_of
 from mldserver.errors import OperatorError
 from mldserver.ledger.contract import Decision, LedgerState, WindowEntry, WindowState
@@ -34,17 +35,19 @@ mldserver windows show 2013-01-01T10-00-00Z --out out/departures
 mldserver windows retry 2013-01-01T10-00-00Z --out out/departures
 mldserver windows retry --published 2013-01-01T10-00-00Z --out out/departures
 mldserver windows skip 2013-01-01T10-00-00Z --out out/departures
+mldserver windows replay --handler mypackage.new --since '2 days' --to /tmp/new --out out/departures
 ```
 
 A window is *open* while rows arrive, *cut* when its rows are fixed, *committed* when its output counts, *published*
 when readers see it, and *set aside* when its job kept failing (`window_on_failure = dead_letter`, or `set-aside`).
 A *halted* window keeps failing too, and later windows wait: `retry` runs it at once; after `set-aside` or `skip` the other
-windows continue. `retry --published` computes published windows again. The server reacts within its `flush_interval`.
+windows continue. `retry --published` computes published windows again, `replay` into another folder, to compare. The server reacts within its `flush_interval`.
 
 Exit codes: 0 done, 2 the window or the ledger does not exist, or the ledger cannot be read.
 """
 
 app = App(name="windows", help=_HELP, help_format="markdown")
+app.command(replay_windows, name="replay")
 
 
 Windows = Annotated[
