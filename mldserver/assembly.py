@@ -42,6 +42,8 @@ from mldserver.handler.loader import entries_of
 from mldserver.handler.queries import LookupSpec
 from mldserver.handler.spec import HandlerKind, HandlerSpec
 from mldserver.jobs.engine import Engine
+from mldserver.jobs.predecessors import Predecessors
+from mldserver.jobs.predecessors import check as check_after
 from mldserver.jobs.published import PublishedWindows
 from mldserver.jobs.query_service import QueryService
 from mldserver.jobs.runner import WindowRunner
@@ -151,6 +153,8 @@ class Dependencies(NamedTuple):
     """Whether the server only drains the pipeline."""
     driver: SharedDriver | None = None
     """The Spark driver that the server's functions share; None: the pipeline has its own."""
+    functions: frozenset[str] = frozenset()
+    """The names of the server's functions; empty: there is only the one."""
     published: dict[str, PublishedWindows] | None = None
     """The published windows of the server's functions, by name: pipelines add theirs. None: queries see their own function's only."""
 
@@ -267,7 +271,7 @@ async def _assembled(
             )
             engine = await run_in_daemon_thread(make_spark, name="mldserver-spark")
         queries.ask = getattr(engine, "query", None)
-        queries.published[settings.pipeline] = _published(settings, spec, ledger, store, clock)
+        check_after(settings.pipeline, spec.after, around.functions, queries.published)
         steps = WindowSteps(
             pipeline=settings.pipeline,
             ledger=ledger,
@@ -277,6 +281,7 @@ async def _assembled(
             retain=settings.late == "recompute",
             freed=freed,
             table=shape.table,
+            predecessors=Predecessors(names=spec.after, published=queries.published) if spec.after else None,
         )
         retrying = {
             "random": rng,
@@ -312,6 +317,8 @@ async def _assembled(
         keyed=spec.keyed,
         civil=civil,
     )
+    if spec.schema is not None:
+        queries.published[settings.pipeline] = _published(settings, spec, coordinator, ledger, store)
     consumers = ConsumerParts(runtime, coordinator.shards, Claims(), clock, spec.keyed, civil)
     tls = None
     has_listener = settings.source == "mld" and not around.drain
@@ -396,7 +403,7 @@ def _side_tables(
 
 
 def _published(
-    settings: Settings, spec: HandlerSpec, ledger: Ledger, store: OutputStore, clock: Clock
+    settings: Settings, spec: HandlerSpec, coordinator: Coordinator, ledger: Ledger, store: OutputStore
 ) -> PublishedWindows:
     """Return the published windows of a function, for queries."""
     tumbling = spec.windows if isinstance(spec.windows, Tumbling) else None
@@ -410,7 +417,15 @@ def _published(
         "" if spec.schema is None or "on_window" in spec.hooks else spec.schema.ddl,
         is_table=sink is not None and hasattr(find(sink.format), "files"),
     )
-    return PublishedWindows(shape=shape, has_view=sink is None, ledger=ledger, store=store, clock=clock)
+    return PublishedWindows(
+        shape=shape,
+        has_view=sink is None,
+        ledger=ledger,
+        store=store,
+        clock=coordinator.clock,
+        after=spec.after,
+        until_ms=coordinator.published_until_ms,
+    )
 
 
 def _records(source: Source) -> int:

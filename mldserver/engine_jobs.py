@@ -18,6 +18,24 @@ Content = Literal["window", "late_rows", "dead_letters"]
 
 
 @dataclass(frozen=True, slots=True)
+class FunctionView:
+    """The published windows of a function, as files, for queries of handlers and for jobs of other functions."""
+
+    name: str
+    """The function's."""
+    paths: tuple[str, ...]
+    """Files, or folders of files, as Spark takes them; the latest window's last."""
+    columns: tuple[str, str] | None = None
+    """The columns of a window's start and end; None: windows have none."""
+    size_ms: int = 0
+    """Of a window."""
+    schema: str = ""
+    """The columns as Spark DDL, to show while there are no files; empty: they are not known before there are."""
+    is_table: bool = False
+    """Whether the view is the present files of the table that the function's sink writes into, in place of ``paths``."""
+
+
+@dataclass(frozen=True, slots=True)
 class WindowJob:
     """One attempt at one window."""
 
@@ -33,6 +51,8 @@ class WindowJob:
     """Bytes of the segments: what the number of partitions is chosen from."""
     out: str = field(default="", repr=False)
     """The output folder's URI as pyarrow takes it, with options and credentials; empty where paths are local."""
+    views: tuple[FunctionView, ...] = ()
+    """The published windows of other functions, which ``on_window`` finds as views (``after``)."""
     older: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """Those of ``segments`` that were written under another schema, by its DDL; every value of theirs is one of the
     handler's present schema too."""
@@ -65,21 +85,3 @@ class PublishJob:
     """The id of the ledger that holds the window: its revisions count there."""
     content: Content = "window"
     """What it holds: each content has a table of its own."""
-
-
-@dataclass(frozen=True, slots=True)
-class FunctionView:
-    """The published windows of a function, as files, for queries of handlers."""
-
-    name: str
-    """The function's."""
-    paths: tuple[str, ...]
-    """Files, or folders of files, as Spark takes them; the latest window's last."""
-    columns: tuple[str, str] | None = None
-    """The columns of a window's start and end; None: windows have none."""
-    size_ms: int = 0
-    """Of a window."""
-    schema: str = ""
-    """The columns as Spark DDL, to show while there are no files; empty: they are not known before there are."""
-    is_table: bool = False
-    """Whether the view is the present files of the table that the function's sink writes into, in place of ``paths``."""

@@ -87,6 +87,7 @@ class Server:
             rng=random.Random(seed).random,  # noqa: S311  # jitter needs no cryptography
             drain=drain,
             driver=self._driver,
+            functions=frozenset(each.pipeline for each in every),
             published={},
         )
         begun = None if endpoint is None else endpoint.open_steering

@@ -146,7 +146,7 @@ def unready(parts: Parts, status: CoordinatorStatus | None = None) -> list[tuple
             )
         )
     side_tables = None if parts.runner is None else parts.runner.side_tables
-    may_be_troubled = (parts.runtime, parts.queries, parts.swap, parts.firing, side_tables)
+    may_be_troubled = (parts.runtime, parts.queries, parts.swap, parts.firing, side_tables, parts.runner)
     troubled = (part for part in may_be_troubled if part is not None)
     found += [(part.trouble, True) for part in troubled if part.trouble is not None]
     if parts.engine is not None and not parts.engine.is_ready:

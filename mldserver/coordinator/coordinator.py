@@ -16,6 +16,7 @@ cycle did without hearing of it (the ledger's answer was lost) is seen by the sy
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Final
@@ -52,7 +53,7 @@ from mldserver.output.layout import PRIVATE, SEGMENTS, STAGING
 from mldserver.output.owner import FolderClaim
 from mldserver.output.store import OutputStore
 from mldserver.stores import StateSnapshot
-from mldserver.windows import WindowSpec
+from mldserver.windows import Tumbling, WindowSpec
 
 log = structlog.get_logger("mldserver")
 
@@ -354,6 +355,25 @@ class Coordinator:
         elif not self._ended.is_set():
             log.info("stream.ended", shards=len(self.lineage.nodes))
             self._ended.set()
+
+    def published_until_ms(self) -> float:
+        """Return the event time up to which every window is published, of all servers; windows that end later may not be.
+
+        Infinite while the stream is over or quiet and no window waits. Windows that were set aside do not count.
+        """
+        view, windows = self._view, self._flusher.open_windows
+        if windows is None or not isinstance(windows.spec, Tumbling):
+            return -math.inf
+        until = (
+            -math.inf if view.watermark_ms is None else float(view.watermark_ms - windows.spec.lateness_ms)
+        )
+        if view.over or view.quiet or self.cuts_all:
+            until = math.inf
+        entries = [*self.ledger_view.state.under_way.values()]
+        if self._runner is not None:
+            entries += [life.entry for life in self._runner.unfinished.values()]
+        waiting = [*windows.ends_ms(), *(entry.end_ms for entry in entries if entry.end_ms is not None)]
+        return min([until, *(end_ms - 1 for end_ms in waiting)])
 
     @property
     def is_paused(self) -> bool:

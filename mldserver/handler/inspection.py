@@ -59,7 +59,7 @@ _KEYED: Final = frozenset({"process_record", *CHANGE_HOOKS})
 _NAMES: Final = (
     *_ARGUMENTS,
     *("schema", "windows", "concurrency", "window_columns", "writes_for_itself", "blocking", "plain_numbers"),
-    "state_ttl",
+    *("state_ttl", "after"),
 )
 
 
@@ -123,6 +123,7 @@ class _Inspection:
         for line, text in refused_calls(self.source.functions, target, timers):
             self.findings.append(Finding(text, self.source.file, line))
         window_columns, writes_for_itself = self._output(hooks)
+        after = self._after(windows)
         tables = lookups_of(target)
         if tables and schema is None:
             self._find(
@@ -153,6 +154,7 @@ class _Inspection:
             state_ttl_ms,
             timers,
             tuple(spec_of(name, table) for name, table in tables.items()),
+            after,
             tables,
         )
 
@@ -377,6 +379,19 @@ class _Inspection:
         if not keyed:
             self._find("state_ttl is for handlers with ctx: process_record(record, ctx)", "state_ttl")
         return keyed, ttl_ms
+
+    def _after(self, windows: WindowSpec | None) -> tuple[str, ...]:
+        """Return the functions whose windows must be published first."""
+        declared = self._attribute("after")
+        if declared is None:
+            return ()
+        names = (declared,) if isinstance(declared, str) else declared
+        if not isinstance(names, list | tuple) or not all(isinstance(name, str) and name for name in names):
+            self._find(f"after is {declared!r}; write the names of functions, such as ['payments']", "after")
+            return ()
+        if not isinstance(windows, Tumbling):
+            self._find("after is for windows of time: windows = tumbling(…)", "after")
+        return tuple(dict.fromkeys(names))
 
     def _output(self, hooks: dict[str, HookSpec]) -> tuple[tuple[str, str] | None, bool]:
         """Return the output's columns of its window, and whether ``on_window`` writes for itself."""

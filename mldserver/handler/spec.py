@@ -118,6 +118,8 @@ class HandlerSpec:
     """The callbacks of timers by name (``timer``)."""
     lookups: tuple[LookupSpec, ...] = ()
     """Its lookup tables."""
+    after: tuple[str, ...] = ()
+    """The functions of the server whose windows must be published first."""
     tables: Mapping[str, Lookup] = field(default_factory=dict)
     """Their objects by name, in a process that runs the handler."""
     code: dict[str, tuple[str, bytes]] = field(default_factory=dict, repr=False)

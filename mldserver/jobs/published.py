@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Final
 
 from mldserver.base.clock import Clock
 from mldserver.engine_jobs import FunctionView
-from mldserver.ledger.contract import LedgerState, WindowState
+from mldserver.ledger.contract import WindowEntry
 from mldserver.ledger.operations import Ledger
 from mldserver.output.layout import OUTPUTS, window_path
 from mldserver.output.manifest import MANIFESTS, Manifest, latest
@@ -29,6 +31,12 @@ class PublishedWindows:
     ledger: Ledger
     store: OutputStore
     clock: Clock
+    after: tuple[str, ...] = ()
+    """The functions that this one's windows come after."""
+    until_ms: Callable[[], float] = lambda: -math.inf
+    """Returns the event time up to which every window is published: those that end later may not be."""
+    is_frozen: bool = False
+    """Whether the function is drained, and the view stays as it is."""
     _view: FunctionView | None = None
     _read_ms: int | None = None
     _manifests: dict[str, tuple[str, ...]] = field(default_factory=dict)
@@ -40,22 +48,28 @@ class PublishedWindows:
         Raises LedgerError and OSError.
         """
         now_ms = self.clock.steady_ms()
+        if self.is_frozen:
+            return self._view
         if fresh or self._read_ms is None or now_ms - self._read_ms >= _FRESH_MS:
             if self.shape.is_table:
                 self._view = self.shape
             elif self.has_view:
-                state = await self.ledger.peek()
-                self._view = await asyncio.to_thread(self._view_of, state)
+                entries = await self.ledger.visible_windows()
+                self._view = await asyncio.to_thread(self._view_of, entries)
             self._read_ms = now_ms
         return self._view
 
-    def _view_of(self, state: LedgerState) -> FunctionView | None:
-        """Return the view of what the ledger holds. Blocking."""
-        shown = sorted(
-            (entry.start_ms or 0, entry.window_id)
-            for entry in state.windows.values()
-            if entry.state is WindowState.PUBLISHED or entry.revision > 1
-        )
+    async def freeze(self) -> None:
+        """Keep the present view: the function is drained, all its windows are published, and its ledger is about to be closed.
+
+        Raises LedgerError and OSError.
+        """
+        await self.view(fresh=True)
+        self.is_frozen, self.until_ms = True, lambda: math.inf
+
+    def _view_of(self, entries: Iterable[WindowEntry]) -> FunctionView | None:
+        """Return the view of published windows. Blocking."""
+        shown = sorted((entry.start_ms or 0, entry.window_id) for entry in entries)
         windows = [window for _, window in shown]
         paths = self._folders(windows) if self.store.local else self._files(windows)
         if not (paths or self.shape.schema):

@@ -121,7 +121,7 @@ class QueryService:
             raise QueryFailed(
                 f"The query had no result after {query.seconds:g} seconds.",
                 did="It was cancelled.",
-                advice="QueryService wait for each other and for Spark: see query_concurrency and query_timeout.",
+                advice="Queries wait for each other and for Spark: see query_concurrency and query_timeout.",
             ) from None
         except (
             SparkError,

@@ -119,7 +119,7 @@ class Replay:
             sum(segment.rows for segment in entry.segments),
             sum(segment.bytes for segment in entry.segments),
             self.store.place,
-            older,
+            older=older,
         )
 
     def _difference(self, entry: WindowEntry, rows: int) -> Difference:

@@ -61,6 +61,9 @@ _LONG_TIMES = 10.0
 _LONG_SECONDS = 60.0
 """A run is far beyond its usual time if it takes so many times that, and more than a minute: a hook is slow then, too."""
 
+_LOOK_SECONDS = 0.5
+"""How often it is asked whether held windows must still wait."""
+
 _GROUP_BYTES = 64 * 1024 * 1024
 """A group takes no more windows once its segments have so many bytes; so at most its last window is a large one."""
 
@@ -100,6 +103,8 @@ class WindowLife:
     """Whether other windows may run beside its present attempt, because its ``on_window`` is slow."""
     stays_alone: bool = False
     """Whether the driver died while others had joined it: nothing runs beside its next attempt, however slow it is."""
+    waits_for: str | None = None
+    """The function whose windows come first, when that was asked last."""
     traceback: str = ""
     """The one that was logged last, without its numbers: Spark counts stages and tasks in its messages."""
     decided: asyncio.Event = field(default_factory=asyncio.Event)
@@ -179,6 +184,8 @@ class WindowRunner:
         self.latest: deque[WindowLife] = deque(maxlen=_LATEST)
         self.halted: dict[str, WindowLife] = {}
         """Windows that kept failing and that every other waits for."""
+        self._held: list[WindowEntry] = []
+        """Windows that wait for windows of other functions, oldest first."""
         self._not_halted = asyncio.Event()
         self._not_halted.set()
         self._idle = asyncio.Event()
@@ -223,13 +230,47 @@ class WindowRunner:
                 self.unfinished[_key(entry)] = life
                 self.latest.append(life)
                 self._idle.clear()
-                self._ready_windows.put_nowait(entry)
+                self._hold_or_queue(entry)
+
+    def _hold_or_queue(self, entry: WindowEntry) -> None:
+        """Queue a window, or hold it while windows of another function that come first are not published."""
+        first = self.steps.predecessors
+        waits_for = None if first is None or entry.state is WindowState.COMMITTED else first.missing(entry)
+        if waits_for is None:
+            self._ready_windows.put_nowait(entry)
+            return
+        life = self.unfinished[_key(entry)]
+        if life.waits_for != waits_for:
+            log.info("window.waiting", window=entry.window_id, revision=entry.revision, function=waits_for)
+        life.waits_for = waits_for
+        self._held.append(entry)
+
+    async def _release_held(self) -> None:
+        """Queue held windows once nothing comes first any more, until cancelled."""
+        while True:
+            await self._clock.sleep(_LOOK_SECONDS)
+            held, self._held = self._held, []
+            for entry in held:
+                self._hold_or_queue(entry)
+
+    @property
+    def trouble(self) -> str | None:
+        """Which windows wait for a function that does not run here, as a clause; None: there are none."""
+        first, now_ms = self.steps.predecessors, self._clock.steady_ms()
+        for entry in self._held:
+            life = self.unfinished[_key(entry)]
+            is_missing = first is not None and life.waits_for not in first.published
+            if is_missing and now_ms - life.submitted_ms > _LONG_SECONDS * 1000:
+                return f"window {entry.window_id} waits for the function {life.waits_for}, which does not run"
+        return None
 
     async def run(self) -> None:
         """Compute windows until cancelled; ``policy.window_concurrency`` at a time."""
         async with asyncio.TaskGroup() as group:
             self._workers = group
             group.create_task(self.steps.clean_up(), name="replaced outputs")
+            if self.steps.predecessors is not None:
+                group.create_task(self._release_held(), name="held windows")
             if self.side_tables is not None:
                 group.create_task(self.side_tables.run(), name="side tables")
             for _ in range(self._policy.window_concurrency):

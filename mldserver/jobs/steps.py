@@ -18,8 +18,9 @@ import structlog
 
 from mldserver.base.clock import Clock
 from mldserver.base.kill_points import kill_point
-from mldserver.engine_jobs import PublishJob, WindowJob, WindowResult
+from mldserver.engine_jobs import FunctionView, PublishJob, WindowJob, WindowResult
 from mldserver.jobs.engine import Engine
+from mldserver.jobs.predecessors import Predecessors
 from mldserver.ledger.contract import Commit, WindowEntry, WindowState
 from mldserver.ledger.operations import Ledger
 from mldserver.output import joined
@@ -65,6 +66,8 @@ class WindowSteps:
     """Of the ledger that attempts are made for."""
     older: Mapping[str, str] = field(default_factory=dict)
     """For segments of an earlier handler with other columns: their schema as DDL, by the fingerprint in their names."""
+    predecessors: Predecessors | None = None
+    """The functions whose windows come first; None: windows wait for none."""
     _replaced: asyncio.Queue[tuple[int, Commit]] = field(default_factory=asyncio.Queue)
 
     def __post_init__(self) -> None:
@@ -77,7 +80,8 @@ class WindowSteps:
         job ran. Returns None if no attempt was begun. Raises LedgerError, OSError, and what the engine raises.
         """
         began_ms = self.clock.steady_ms()
-        begun = await self._begin(entries)
+        views = () if self.predecessors is None else await self.predecessors.views()
+        begun = await self._begin(entries, views)
         if not begun:
             return None
         jobs = tuple(job for _, _, job in begun)
@@ -105,7 +109,9 @@ class WindowSteps:
             if entry.window_id in accepted
         )
 
-    async def _begin(self, entries: Sequence[WindowEntry]) -> tuple[tuple[WindowEntry, str, WindowJob], ...]:
+    async def _begin(
+        self, entries: Sequence[WindowEntry], views: tuple[FunctionView, ...]
+    ) -> tuple[tuple[WindowEntry, str, WindowJob], ...]:
         """Number a new attempt at each window in the ledger, and return for each (window, staging folder, job).
 
         Omit windows that are no longer this server's. The staging folder is relative to the output folder, and empty.
@@ -137,6 +143,7 @@ class WindowSteps:
                 sum(segment.rows for segment in entry.segments),
                 sum(sizes.values()),
                 self.store.place,
+                views,
                 older,
             )
             return entry, staging, job

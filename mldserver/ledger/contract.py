@@ -331,6 +331,11 @@ class WindowEntry:
         return self.error is not None and self.state is WindowState.PUBLISHED
 
     @property
+    def is_visible(self) -> bool:
+        """Whether a revision of it was published."""
+        return self.state is WindowState.PUBLISHED or self.revision > 1
+
+    @property
     def can_be_recomputed(self) -> bool:
         """Whether it is published, and the segments that it was computed from are still there."""
         return (

@@ -187,6 +187,11 @@ class Ledger(abc.ABC):
         find = self._read_book(lambda book: tuple(filter(None, map(book.windows.get, window_ids))))
         return await self._timed(find)
 
+    async def visible_windows(self) -> tuple[WindowEntry, ...]:
+        """Return the windows that have been published, also those that are not retained, until they are pruned."""
+        visible = self._read_book(lambda book: tuple(e for e in book.windows.values() if e.is_visible))
+        return await self._timed(visible)
+
     async def expire_servers(self, seen: Mapping[str, int]) -> frozenset[str]:
         """Remove servers whose last beat (ms) is still the one that was seen; return those that are gone.
 

@@ -254,6 +254,8 @@ window.slow  warning  seconds line
     ``on_window`` of the window runs for a minute or more; ``line`` is the line of your code that runs. The
     server may compute one other window meanwhile. At ``window_deadline`` the run is cancelled and counts as
     failed.
+window.waiting  info  revision function
+    A window waits until a function that comes first (``after`` in the handler) has published its windows.
 window.dropped  debug  revision
     This server drops its run of a window: another server has taken the window, or the window is done.
 window.halted  error  attempts traceback

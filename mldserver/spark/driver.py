@@ -231,6 +231,8 @@ class Jobs:
                 return run_windows(spark, function.schema, hook, jobs, cores)
 
             jobs = request.jobs
+            if jobs[0].views:
+                self._session_views().make(jobs[0].views)
             # Only a local master's tasks, which run on this machine, can read files that this process fetches.
             if self.session.is_local and can_stage_locally(jobs[0].out, self.session.hadoop):
                 return wire.JobDone(request.id, compute_via_local_disk(jobs, compute))
@@ -251,14 +253,21 @@ class Jobs:
         thread = int(threading.current_thread().name.rpartition("_")[2])
         return pool_name(names.index(request.function) if len(names) > 1 else thread)
 
-    def _query(self, request: wire.RunQuery, files: list[int]) -> wire.QueryDone:
-        from mldserver.spark.query_job import Views, run_query  # noqa: PLC0415  # pyspark, which the server never imports
+    def _session_views(self) -> Views:
+        """Return the views of the functions' published windows."""
+        from mldserver.spark.query_job import Views  # noqa: PLC0415  # pyspark, which the server never imports
 
         with self._lock:
-            views = self._views = self._views or Views(
+            self._views = self._views or Views(
                 self.session.spark,
                 lambda name: self.functions[name].sink if name in self.functions else None,
             )
+            return self._views
+
+    def _query(self, request: wire.RunQuery, files: list[int]) -> wire.QueryDone:
+        from mldserver.spark.query_job import run_query  # noqa: PLC0415  # pyspark, which the server never imports
+
+        views = self._session_views()
         result = run_query(
             self.session.spark,
             views,

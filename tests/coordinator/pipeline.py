@@ -30,6 +30,7 @@ from mldserver.coordinator.membership import ServerLocks
 from mldserver.coordinator.shards import IntakeSession
 from mldserver.deadletters.destinations import as_rows
 from mldserver.errors import LedgerError
+from mldserver.jobs.predecessors import Predecessors
 from mldserver.jobs.runner import WindowRunner
 from mldserver.jobs.side_tables import SideTables
 from mldserver.jobs.steps import WindowSteps
@@ -195,6 +196,7 @@ class Pipeline:
         self.faults = Faults()
         self.new_ledger = False
         self.log_error_messages = True
+        self.predecessors: Predecessors | None = None
         self.place: str | None = None
         """Where the ledger is, if not in the folder."""
         self.names = itertools.count()
@@ -217,6 +219,7 @@ class Pipeline:
                 clock=self.clock,
                 retain=self.recompute,
                 freed=lambda freed: self.coordinator.freed(freed),  # noqa: PLW0108  # made below
+                predecessors=self.predecessors,
             )
             retrying: dict[str, Any] = {
                 "random": random.Random(0).random,

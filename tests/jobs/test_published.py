@@ -13,7 +13,7 @@ from support.clocks import HandClock
 
 from mldserver.engine_jobs import FunctionView
 from mldserver.jobs.published import PublishedWindows
-from mldserver.ledger.contract import LedgerState, WindowEntry, WindowState
+from mldserver.ledger.contract import WindowEntry, WindowState
 from mldserver.ledger.operations import Ledger
 from mldserver.output.manifest import Manifest, manifest_path
 from mldserver.output.store import OutputStore
@@ -32,9 +32,9 @@ class Book:
     def put(self, name: str, start_ms: int, state: WindowState = PUBLISHED, revision: int = 1) -> None:
         self.windows[name] = WindowEntry(name, state, start_ms, start_ms + 60_000, revision)
 
-    async def peek(self) -> LedgerState:
+    async def visible_windows(self) -> tuple[WindowEntry, ...]:
         self.reads += 1
-        return LedgerState(windows=self.windows)
+        return tuple(each for each in self.windows.values() if each.is_visible)
 
 
 @dataclass

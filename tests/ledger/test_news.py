@@ -96,6 +96,7 @@ async def test_windows_are_found_by_their_ids(ledger_factory: Factory) -> None:
             (W1, WindowState.PUBLISHED, False),
         ]
         assert await ledger.find(()) == ()
+        assert [each.window_id for each in await ledger.visible_windows()] == [W1]
 
 
 async def test_retention_and_pruning_go_step_by_step(ledger_factory: Factory, clock: Any) -> None:

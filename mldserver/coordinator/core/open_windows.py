@@ -175,6 +175,10 @@ class OpenWindows:
             return 0.0
         return (watermark_ms - self.spec.lateness_ms) % self.spec.size_ms / self.spec.size_ms
 
+    def ends_ms(self) -> list[int]:
+        """Return the ends of the open windows; those of ``batches`` have none."""
+        return [key.end_ms for key in self._open.values() if key.end_ms is not None]
+
     def closable(
         self, *, watermark_ms: int | None, now_ms: int, wall_ms: int, close_all: bool = False
     ) -> tuple[str, ...]:
