@@ -27,6 +27,7 @@ class World:
     timers: str = ""
     lookups: str | None = None
     late_rows: str | None = None
+    waits: str | None = None
     listening: bool = True
     overdue: tuple[str, float, float | None] | None = None
     readiness: Readiness = field(default_factory=Readiness)
@@ -50,7 +51,9 @@ class World:
             firing=SimpleNamespace(trouble=self.timers) if self.timers else None,
             engine=SimpleNamespace(is_ready=self.spark, trouble=self.spark_trouble),
             runner=SimpleNamespace(
-                overdue=lambda: self.overdue, side_tables=SimpleNamespace(trouble=self.late_rows)
+                overdue=lambda: self.overdue,
+                side_tables=SimpleNamespace(trouble=self.late_rows),
+                trouble=self.waits,
             ),
         )
         return self.readiness.update(cast("Parts", parts))
@@ -90,6 +93,11 @@ def test_what_is_broken_is_told_once_until_it_is_green_again(green_before: bool)
 def test_late_rows_that_cannot_be_written_are_a_fault() -> None:
     world = World(late_rows="late rows cannot be written into delta:/late: no quota")
     assert told(world.look()) == world.late_rows
+
+
+def test_windows_that_wait_for_a_function_that_does_not_run_are_a_fault() -> None:
+    world = World(waits="window w waits for the function payments, which does not run")
+    assert told(world.look()) == world.waits
 
 
 def test_what_breaks_while_spark_is_away_is_told_too() -> None:

@@ -93,3 +93,45 @@ async def test_a_handler_asks_for_windows_of_another_function_also_after_its_wor
     found = {row["key"]: (row["earlier"], row["name"]) for row in table.to_pylist()}
     assert found["a"] == (40, "the first")
     assert found["c"] == (40, None)
+
+
+JOINS = """
+from mldserver import tumbling
+
+schema = "id BIGINT, at TIMESTAMP"
+windows = tumbling("10 seconds", on="at", lateness="1 minute")
+after = "rows"
+
+def process_record(record):
+    event = record.json()
+    return event["id"], event["at"]
+
+def on_window(rows, window):
+    others = rows.sparkSession.table("rows").where(f"window_end <= timestamp '{window.end}'")
+    return rows.join(others.selectExpr("id", "window_end AS seen"), "id", "left").groupBy().count().crossJoin(
+        others.selectExpr("count(*) AS earlier"))
+"""
+
+
+async def test_windows_join_the_windows_of_a_function_that_comes_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logged: list[dict[str, Any]]
+) -> None:
+    (tmp_path / "rows.py").write_text(ROWS)
+    (tmp_path / "joins.py").write_text(JOINS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    spark = {"cache_dir": spark_cache(tmp_path), "spark_master": "local[2]"}
+    settings = [quick(tmp_path / "out" / name, name, **spark) for name in ("rows", "joins")]
+    server = Server(settings, seed=1)
+    async with asyncio.TaskGroup() as group, asyncio.timeout(600):
+        life = group.create_task(server.run())
+        rows, joins = server.functions.values()
+        await deliver(joins)
+        await until(lambda: len(told(logged, "window.waiting")) == 4)
+        assert told(logged, "window.done") == []
+        await deliver(rows)
+        await until(lambda: len(told(logged, "window.done")) == 8)
+        server.stop("the test is over")
+    assert life.result() == 0
+    files = sorted(str(path) for path in (tmp_path / "out" / "joins").glob("window=*/*.parquet"))
+    table = ds.dataset(files, format="parquet").to_table(columns=["count", "earlier"])
+    assert table.to_pylist() == [{"count": 10, "earlier": earlier} for earlier in (10, 20, 30, 40)]

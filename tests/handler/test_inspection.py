@@ -579,6 +579,35 @@ def test_what_state_cannot_go_with_is_told(inspect: Any, text: str, found: str) 
     assert errors(inspect(text)) == [found]
 
 
+WINDOWS = "from mldserver import batches, tumbling\nschema = 'a INT'\ndef process_record(record): ...\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "after"),
+    [
+        ("", ()),
+        ("after = 'payments'", ("payments",)),
+        ("after = ['payments', 'clicks', 'payments']", ("payments", "clicks")),
+    ],
+)
+def test_a_handler_may_come_after_other_functions(inspect: Any, text: str, after: tuple[str, ...]) -> None:
+    spec, findings = inspect(f"{WINDOWS}windows = tumbling('1 hour')\n{text}")
+    assert (spec.after, findings) == (after, ())
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("windows = batches()\nafter = 'x'", "after is for windows of time: windows = tumbling(…)"),
+        ("after = ['x', 3]", "after is ['x', 3]; write the names of functions, such as ['payments']"),
+        ("after = ''", "after is ''; write the names of functions, such as ['payments']"),
+    ],
+)
+def test_what_after_cannot_go_with_is_told(inspect: Any, text: str, found: str) -> None:
+    (error,) = errors(inspect(WINDOWS + text))
+    assert error.endswith(found)
+
+
 def test_a_misspelt_state_ttl_is_told(inspect: Any) -> None:
     assert warnings(inspect("state_tll = '1 day'\ndef process_record(record, ctx): ..."))[0].endswith(
         "did you mean state_ttl?"
