@@ -32,7 +32,7 @@ THEIRS = Owner("trains", "2badcafe")
 
 
 class Lake(Staged):
-    """An Iceberg table in a catalog of SQLite, and what readers find in it."""
+    """An Iceberg table in a catalog of SQLite or Glue, and what readers find in it."""
 
     @property
     def table(self) -> Table:
@@ -78,9 +78,9 @@ class Lake(Staged):
         table.maintenance.expire_snapshots().by_ids(old).commit()
 
 
-def lake_in(root: Path, place: str, **options: str) -> Lake:
-    options |= {"type": "sql", "uri": f"sqlite:///{root}/catalog.db", "warehouse": place}
-    return Lake(root, SinkSpec("iceberg", "lake.air.flights", options=options))
+def lake_in(root: Path, place: str, database: str = "air", **options: str) -> Lake:
+    options = {"type": "sql", "uri": f"sqlite:///{root}/catalog.db", "warehouse": place, **options}
+    return Lake(root, SinkSpec("iceberg", f"lake.{database}.flights", options=options))
 
 
 @pytest.fixture
@@ -88,7 +88,7 @@ def local(tmp_path: Path) -> Lake:
     return lake_in(tmp_path, f"file://{tmp_path}/warehouse")
 
 
-@pytest.fixture(params=["local", "s3"])
+@pytest.fixture(params=["local", "s3", "glue"])
 def place(request: pytest.FixtureRequest, tmp_path: Path, local: Lake) -> Iterator[Lake]:
     if request.param == "local":
         yield local
@@ -96,7 +96,12 @@ def place(request: pytest.FixtureRequest, tmp_path: Path, local: Lake) -> Iterat
     with bucket("lake") as query:
         endpoint = f"http://{parse_qs(query)['endpoint_override'][0]}"
         keys = {"s3.access-key-id": "key", "s3.secret-access-key": "secret", "s3.region": "us-east-1"}
-        yield lake_in(tmp_path, f"s3://lake/{tmp_path.name}", **{"s3.endpoint": endpoint}, **keys)
+        options = {"s3.endpoint": endpoint, **keys}
+        if request.param == "glue":
+            glue = {f"glue.{name.partition('.')[2]}": value for name, value in options.items()}
+            options |= {"type": "glue", **glue}
+        # The emulator, and so its Glue, serves several tests.
+        yield lake_in(tmp_path, f"s3://lake/{tmp_path.name}", tmp_path.name, **options)
 
 
 def expected(hour: float, names: list[str], revision: int = 1) -> list[tuple[str, str, int]]:
