@@ -99,7 +99,7 @@ class SideTables:
                 self.trouble = f"{what} cannot be written into {self.tables[content]}: {fields['what']}"
                 delay = self._backoff.failed(self._random())
                 log.warning(
-                    "side_table.failed",
+                    "table.failed",
                     content=content,
                     window=segment.window_id,
                     attempt=self._backoff.failures,
@@ -146,7 +146,7 @@ class SideTables:
         await steps.ledger.late_published((segment.path,))
         kill_point("late.published")
         log.info(
-            "side_table.done",
+            "table.written",
             content=content,
             window=segment.window_id,
             rows=segment.rows,

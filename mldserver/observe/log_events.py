@@ -266,9 +266,9 @@ window.decided  warning  decision
     published, without output).
 window.set_aside  error  attempts traceback
     A window's job kept failing; the window is set aside with its segments.
-side_table.done  info  content window rows path seconds
+table.written  info  content rows path seconds
     Late rows of a window (``late_sink``), or dead letters (``dead_letters``), are in their table.
-side_table.failed  warning  content window attempt delay_seconds traceback
+table.failed  warning  content attempt delay_seconds traceback
     Late rows or dead letters could not be written into their table; the server tries again, and later ones wait.
 recovery.done  info  shards windows_published windows_restarted files_deleted late_published clock
     What the server found in the ledger at its start, and what it did.

@@ -80,7 +80,7 @@ async def test_late_rows_go_into_their_table_with_the_bounds_of_their_window(
     (file,) = read_table(pipeline.side_table)[rows[0]["_window"]][1]
     times = [kind for kind in file.schema.types if pa.types.is_timestamp(kind)]
     assert times == [pa.timestamp("us", "UTC")] * 3, "tables know no other unit"
-    done = named(logged, "side_table.done")
+    done = named(logged, "table.written")
     assert [(event["window"], event["rows"], event["path"]) for event in done] == [
         (W[0], 1, "delta:/late")
     ] * 2
@@ -101,7 +101,7 @@ async def test_a_table_that_fails_is_written_again_and_nothing_else_waits_for_it
         assert (pipeline.late(), tables_of(pipeline).trouble) == ([7, 8], None)
         assert pipeline.runner.is_idle
         await pipeline.runner.idle()
-    failed = named(logged, "side_table.failed")
+    failed = named(logged, "table.failed")
     assert [event["attempt"] for event in failed] == [1, 2, 3]
     assert {event["window"] for event in failed} == {W[0]}
 
@@ -116,7 +116,7 @@ async def test_what_an_error_quotes_is_withheld_where_messages_are(
     async with pipeline.life():
         await some_late_rows(pipeline, 7)
         assert "ValueError: (message withheld" in str(tables_of(pipeline).trouble)
-    assert "geheim" not in str(named(logged, "side_table.failed"))
+    assert "geheim" not in str(named(logged, "table.failed"))
 
 
 async def test_late_rows_that_another_server_has_written_and_deleted_are_forgotten(tmp_path: Path) -> None:
@@ -141,7 +141,7 @@ async def test_a_damaged_file_of_late_rows_is_named_and_waits_for_its_repair(
         whole = (tmp_path / segment.path).read_bytes()
         (tmp_path / segment.path).write_bytes(b"no Parquet")
         await pipeline.clock.advance(150)
-        assert f"{tmp_path / segment.path} is damaged" in named(logged, "side_table.failed")[-1]["what"]
+        assert f"{tmp_path / segment.path} is damaged" in named(logged, "table.failed")[-1]["what"]
         (tmp_path / segment.path).write_bytes(whole)
         await pipeline.clock.advance(150)
         assert pipeline.late() == [7]
@@ -181,9 +181,9 @@ async def test_dead_letters_go_into_their_table_and_leave_the_ledger(
     assert window.startswith("dead-letters-")
     assert row["id"] == "test/a/2/0"
     assert isinstance(row["data"], bytes)
-    assert [
-        (event["content"], event["rows"], event["path"]) for event in named(logged, "side_table.done")
-    ] == [("dead_letters", 1, "delta:/letters")]
+    assert [(event["content"], event["rows"], event["path"]) for event in named(logged, "table.written")] == [
+        ("dead_letters", 1, "delta:/letters")
+    ]
     assert named(logged, "window.late") == []
 
 

@@ -22,9 +22,9 @@ from support.store import SqliteStore
 from mldserver import cli
 from mldserver.config.kinds import UnixAddress
 from mldserver.config.locations import LetterPlace
-from mldserver.deadletters.destinations import FOLDER, read_letters
+from mldserver.deadletters.destinations import read_letters
 from mldserver.errors import LedgerError, OperatorError
-from mldserver.output.layout import LEDGER
+from mldserver.output.layout import DEAD_LETTERS, LEDGER
 from mldserver.testing import FakeMLD, FakeStream, Habits
 from tests.test_server_redrive import HANDLER, fill, ids
 
@@ -151,7 +151,7 @@ async def test_letters_in_files_are_there_whatever_dies_and_run_again_from_there
 ) -> None:
     monkeypatch.chdir(tmp_path)
     ward.plan.settings["dead_letters"] = LetterPlace("jsonl")
-    folder = ward.plan.out / FOLDER
+    folder = ward.plan.out / DEAD_LETTERS
     async with asyncio.TaskGroup() as group:
         group.create_task(ward.daemon.run())
         for death in ("letters.stored", "flush.registering", "letters.stored"):

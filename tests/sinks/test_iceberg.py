@@ -88,7 +88,7 @@ def local(tmp_path: Path) -> Lake:
     return lake_in(tmp_path, f"file://{tmp_path}/warehouse")
 
 
-@pytest.fixture(params=["local", "s3", "glue"])
+@pytest.fixture(params=["local", "s3", pytest.param("glue", marks=pytest.mark.long)])
 def place(request: pytest.FixtureRequest, tmp_path: Path, local: Lake) -> Iterator[Lake]:
     if request.param == "local":
         yield local
@@ -205,8 +205,10 @@ def test_a_table_belongs_to_one_ledger_until_another_takes_it_over(local: Lake) 
 
 
 STEPS = ["table.filled", "table.committed"]
+KILLED_IN = ["local", *(pytest.param(name, marks=pytest.mark.long) for name in ("s3", "glue"))]
 
 
+@pytest.mark.parametrize("place", KILLED_IN, indirect=True)
 @pytest.mark.parametrize("step", STEPS)
 def test_after_a_kill_at_a_step_the_next_try_publishes_once_and_leaves_no_file(
     place: Lake, step: str
@@ -243,7 +245,7 @@ ROUNDS = 200
 
 
 def test_of_two_servers_that_publish_the_same_windows_at_once_one_does(local: Lake, long: bool) -> None:
-    rounds = ROUNDS if long else 40
+    rounds = ROUNDS if long else 15
     local.own()
     jobs = [local.output(hour, [f"{hour}", "x"]) for hour in range(rounds)]
     servers = [local.process(*jobs, go=local.root / "go-") for _ in range(2)]
