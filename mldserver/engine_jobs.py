@@ -59,6 +59,19 @@ class WindowJob:
 
 
 @dataclass(frozen=True, slots=True)
+class SparkWork:
+    """What Spark did for an attempt, by the numbers that its own pages have; nothing where Spark does not say."""
+
+    jobs: tuple[int, ...] = ()
+    """The ids of the jobs."""
+    stages: tuple[tuple[int, float], ...] = ()
+    """The id of each stage that ran, and its seconds."""
+
+
+NO_WORK: Final = SparkWork()
+
+
+@dataclass(frozen=True, slots=True)
 class WindowResult:
     """A finished attempt."""
 
@@ -67,6 +80,8 @@ class WindowResult:
     rows: int
     seconds: float
     """From the job's arrival at the engine to its end."""
+    work: SparkWork = NO_WORK
+    """Windows that share a job have the same."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -157,6 +157,10 @@ class WindowRow(_Part, frozen=True, kw_only=True):
     seconds: float | None = None
     """From its cut to its visible output."""
     spark_seconds: float | None = None
+    spark_jobs: tuple[int, ...] = ()
+    """The ids of the Spark jobs that computed it, as Spark's own page has them; none on Spark Connect."""
+    stage_seconds: dict[int, float] = {}
+    """The seconds of the stages of these jobs, by the stage's id."""
     late_rows: int = 0
     error: str | None = None
 
@@ -207,6 +211,8 @@ class Spark(_Part, frozen=True, kw_only=True):
     """Jobs that run."""
     jvm_resident_bytes: int | None = None
     """Memory of the driver's JVM; None on Spark Connect, and while there is none."""
+    application: str | None = None
+    """The id of the application, as Spark's own pages have it; None on Spark Connect."""
 
 
 class LetterRow(_Part, frozen=True, kw_only=True):

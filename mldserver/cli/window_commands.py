@@ -21,7 +21,7 @@ from mldserver.cli.render import (
 )
 from mldserver.cli.replay import replay_windows
 from mldserver.config.resolve import sink_of
-from mldserver.errors import OperatorError
+from mldserver.errors import MldserverError, OperatorError
 from mldserver.ledger.contract import Decision, LedgerState, WindowEntry, WindowState
 from mldserver.sinks import find
 
@@ -96,7 +96,7 @@ def list_windows(
 
 @app.command(name="show")
 def show_window(window: Windows, /, *, where: LedgerOptions = FROM_SETTINGS, as_json: AsJson = False) -> None:
-    """Show everything that the ledger stores about a window."""
+    """Show everything that the ledger stores about a window, and what Spark did for it, if a server that runs here knows."""
     entry = _find_window(read_ledger(where), window)
     segments, waiting = (
         [dataclasses.asdict(segment) | {"kind": str(segment.kind)} for segment in some]
@@ -105,6 +105,7 @@ def show_window(window: Windows, /, *, where: LedgerOptions = FROM_SETTINGS, as_
     document = _window_row(entry) | {
         "table_version": _table_versions(where)[0].get(window),
         "staging": entry.staging,
+        **_spark_work(where, window),
         "files": list(entry.files),
         "segments": segments,
         "waiting": waiting,
@@ -237,6 +238,28 @@ def _table_versions(where: LedgerOptions) -> tuple[dict[str, str], str]:
         return versions(sink), ""
     except Exception as error:  # noqa: BLE001  # the table's library raises errors of its own; the ledger's windows are shown all the same
         return {}, f"The table {sink} cannot be read: {redacted(str(error))}"
+
+
+def _spark_work(where: LedgerOptions, window: str) -> dict[str, Any]:
+    """Return the Spark application, the jobs and the stages of a window, as the server shows them; nothing if none answers."""
+    from mldserver.cli.status import ServerOptions, fetch_status  # noqa: PLC0415  # only this command asks a server
+
+    of_ledger = {each.name: getattr(where, each.name) for each in dataclasses.fields(where)}
+    server = ServerOptions(**of_ledger)
+    try:
+        _, status = fetch_status(server.client(), server.expected_pipeline())
+    except MldserverError:
+        return {}
+    row = next((row for row in reversed(status.windows.latest) if row.id == window and row.spark_jobs), None)
+    if row is None:
+        return {}
+    spark = status.spark
+    return {
+        "spark_application": spark and spark.application,
+        "spark_ui": spark and spark.ui,
+        "spark_jobs": list(row.spark_jobs),
+        "spark_stages": [f"{number}: {seconds:.3f} s" for number, seconds in row.stage_seconds.items()],
+    }
 
 
 def _find_window(state: LedgerState, window: str) -> WindowEntry:

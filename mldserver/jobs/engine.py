@@ -64,6 +64,8 @@ class EngineFacts:
     """How many run."""
     jvm_resident_bytes: int | None = None
     """Memory of the JVM's process, heap and all else; None where there is none."""
+    application: str | None = None
+    """What Spark calls the session; None on Spark Connect."""
 
 
 class EngineState(Protocol):

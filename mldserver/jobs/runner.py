@@ -22,6 +22,7 @@ import structlog
 from mldserver.base.backoff import backoff
 from mldserver.base.clock import Durations, in_time
 from mldserver.config.settings import WindowSettings
+from mldserver.engine_jobs import NO_WORK, SparkWork
 from mldserver.errors import (
     DriverLost,
     LedgerError,
@@ -83,6 +84,7 @@ class WindowLife:
     seconds: float | None = None
     """Until its output was visible."""
     spark_seconds: float | None = None
+    work: SparkWork = NO_WORK
     rows_out: int | None = None
     error: str | None = None
     begun_ms: int | None = None
@@ -132,6 +134,8 @@ class WindowLife:
             rows_out=self.rows_out,
             seconds=self.seconds,
             spark_seconds=self.spark_seconds,
+            spark_jobs=self.work.jobs,
+            stage_seconds=dict(self.work.stages),
             late_rows=late_rows,
             error=self.error,
         )
@@ -459,7 +463,7 @@ class WindowRunner:
             life = self.unfinished[_key(entry)]
             life.state, life.error, life.done_ms = "done", None, self._clock.now_ms()
             life.seconds, life.spark_seconds = (now_ms - life.submitted_ms) / 1000, window.seconds
-            life.rows_out = output.rows_out
+            life.rows_out, life.work = output.rows_out, window.work
             self.rows_out += output.rows_out
             self.took.add(now_ms - life.submitted_ms)
             if life.run_ms is not None:
@@ -474,6 +478,7 @@ class WindowRunner:
                 files=len(output.files),
                 attempt=output.attempt,
                 spark_seconds=round(window.seconds, 3),
+                spark_jobs=list(window.work.jobs),
                 lag_seconds=life.seconds,
                 seconds=round((now_ms - window.began_ms) / 1000, 3),
                 path=self.steps.publisher.shown(entry.window_id) if output.files else None,

@@ -18,7 +18,7 @@ import structlog
 
 from mldserver.base.clock import Clock
 from mldserver.base.kill_points import kill_point
-from mldserver.engine_jobs import FunctionView, PublishJob, WindowJob, WindowResult
+from mldserver.engine_jobs import NO_WORK, FunctionView, PublishJob, SparkWork, WindowJob, WindowResult
 from mldserver.jobs.engine import Engine
 from mldserver.jobs.predecessors import Predecessors
 from mldserver.ledger.contract import Commit, WindowEntry, WindowState
@@ -45,6 +45,7 @@ class Committed:
     seconds: float
     """What the engine took; 0 for an output that was committed in an earlier life, or by another server."""
     began_ms: int
+    work: SparkWork = NO_WORK
 
 
 @dataclass(kw_only=True)
@@ -104,7 +105,7 @@ class WindowSteps:
         accepted = await self.ledger.commit(outputs)
         kill_point("window.committed")
         return tuple(
-            Committed(entry, output, result.seconds, began_ms)
+            Committed(entry, output, result.seconds, began_ms, result.work)
             for (entry, _, _), output, result in zip(begun, outputs, results, strict=True)
             if entry.window_id in accepted
         )

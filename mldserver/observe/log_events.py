@@ -240,7 +240,7 @@ window.cut  debug  revision segments rows
     A window was closed: its set of segments is fixed.
 window.expired  debug  windows segments
     The retention of windows ended: late rows for them go to the late dataset.
-window.done  info  revision rows_in rows_out segments files attempt spark_seconds lag_seconds seconds path
+window.done  info  revision rows_in rows_out segments files attempt spark_seconds spark_jobs lag_seconds seconds path
     A window's output is visible; one event for each revision. Spark has read as many rows as the ledger
     registered (``rows_in``), and the files hold as many rows as Spark has written (``rows_out``).
 window.late  warning  rows kind
@@ -310,7 +310,7 @@ stream.disabled  warning  stream status newest
     The stream with the configured ARN was disabled; its table may have a newer stream.
 spark.starting  info  master java start
     The driver process starts.
-spark.ready  info  seconds spark_version ui
+spark.ready  info  seconds spark_version ui application
     The Spark session is ready for windows.
 spark.log  debug|info|warning|error  logger text
     A line of Spark's own log.

@@ -115,7 +115,7 @@ class SparkEngine:
         deadline = deadline_seconds(self.job_deadline, jobs)
         outputs = await self.driver.ask(self._function, jobs, deadline, self._on_slow)
         seconds = time.monotonic() - began
-        return tuple(WindowResult(output.files, output.rows, seconds) for output in outputs)
+        return tuple(WindowResult(output.files, output.rows, seconds, output.work) for output in outputs)
 
     async def publish(self, job: PublishJob) -> None:
         """Write an output into the table, waiting for a driver and for a free slot first. See ``Engine.publish``."""

@@ -19,6 +19,7 @@ from pyspark.sql import DataFrame, Observation
 from pyspark.sql import functions as F  # noqa: N812  # its usual name
 
 from mldserver.base.uris import reach
+from mldserver.engine_jobs import NO_WORK, SparkWork
 from mldserver.spark.driver_messages import Output
 
 if TYPE_CHECKING:
@@ -93,6 +94,24 @@ class JobCounts:
             with contextlib.suppress(Py4JJavaError):
                 attempts = store.stageData(stage, False, None, False, None)  # neither tasks nor summaries
                 yield from map(attempts.apply, range(attempts.size()))
+
+    def work(self) -> SparkWork:
+        """Return the jobs, and the seconds of the stages that ran; nothing on Spark Connect, or where Spark does not say."""
+        if self._context is None:
+            return NO_WORK
+        with contextlib.suppress(Exception):  # no Python face yet: another Spark may answer otherwise
+            jobs = sorted(self._context._jsc.sc().statusTracker().getJobIdsForTag(self._tag))  # noqa: SLF001  # see above
+            times = (
+                (stage.stageId(), stage.submissionTime(), stage.completionTime())
+                for stage in self._stage_attempts()
+            )
+            stages = (
+                (number, (end.get().getTime() - begin.get().getTime()) / 1000)
+                for number, begin, end in times
+                if begin.isDefined() and end.isDefined()
+            )
+            return SparkWork(tuple(jobs), tuple(sorted(stages)))
+        return NO_WORK
 
     def counts(self) -> tuple[set[int], int]:
         """Return how many rows the stages have read, each of them and all together, and how many they have written into files.

@@ -395,8 +395,9 @@ class Driver:
         watch = JobWatch(session.health_check(), self.send, self._send_and_die)
         threading.Thread(target=watch.run, name="watch", daemon=True).start()
         ui = None if session.connect else session.spark.sparkContext.uiWebUrl
+        application = None if session.connect else session.spark.sparkContext.applicationId
         jvm_pid = None if session.jvm is None else session.jvm.pid
-        self.send(wire.Started(session.spark.version, ui, jvm_pid))
+        self.send(wire.Started(session.spark.version, ui, jvm_pid, application))
         sys.path[:0] = [entry for entry in start.python_path if entry not in sys.path]
         code = user_code.UserCode(start)
         code.guard_executors()

@@ -25,9 +25,11 @@ import msgspec
 
 from mldserver.children import channel
 from mldserver.engine_jobs import (  # msgspec reads them
+    NO_WORK,
     Content,
     FunctionView,  # msgspec reads it
     PublishJob,
+    SparkWork,
     WindowJob,
 )
 from mldserver.handler.loader import is_library, relative
@@ -164,6 +166,8 @@ class Started(channel.Message, frozen=True):
     """The UI's address."""
     jvm_pid: int | None = None
     """None on Spark Connect."""
+    application: str | None = None
+    """What Spark calls the session on its pages and in its event log; None on Spark Connect."""
 
 
 class FunctionLoaded(channel.Message, frozen=True):
@@ -209,6 +213,7 @@ class Output(msgspec.Struct, frozen=True, array_like=True):
     files: tuple[str, ...]
     """Names of the data files, relative to the staging directory; empty when the pipeline wrote for itself."""
     rows: int
+    work: SparkWork = NO_WORK
 
 
 class JobDone(channel.Message, frozen=True):

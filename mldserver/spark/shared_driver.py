@@ -214,6 +214,7 @@ class SharedDriver:
             self.start_seconds,
             (0 if life is None else len(life.waiting)) if jobs is None else jobs,
             None if started is None or started.jvm_pid is None else resident_bytes(started.jvm_pid),
+            None if started is None else started.application,
         )
 
     async def ready(self, function: DriverFunction) -> Life:
@@ -434,6 +435,7 @@ class SharedDriver:
             seconds=self.start_seconds,
             spark_version=started.spark_version if started else None,
             ui=started.ui if started else None,
+            application=started.application if started else None,
         )
         if missing_archive is None or self.archive_after is None:
             return

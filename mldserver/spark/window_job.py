@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any, Final
 
+from msgspec import structs
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F  # noqa: N812  # its usual name
 
@@ -358,7 +359,9 @@ def run_windows(
             verify_rows_read(
                 [attempt for attempt in attempts if attempt.result is not None], read_counts, work
             )
-    return tuple(outputs.get(job.window.id, Output((), 0)) for job in jobs)
+        done = work.work()
+    found = (outputs.get(job.window.id, Output((), 0)) for job in jobs)
+    return tuple(structs.replace(output, work=done) for output in found)
 
 
 def _write_group(

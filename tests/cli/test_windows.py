@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from mldserver.ledger.sqlite import SqliteLedger
 from mldserver.ledger.sqlite_file import pipeline_of
 from mldserver.output.layout import LEDGER
 from mldserver.records import Sequence
+from mldserver.status_document import Spark, WindowRow
 
 HOUR = 3_600_000
 IDS = [f"1970-01-01T0{hour}-00-00Z" for hour in range(4)]
@@ -363,3 +365,25 @@ def test_moments_are_told_in_utc_whatever_they_are() -> None:
     assert format_time(None) == "-"
     assert format_time(1_500) == "1970-01-01T00:00:01.500Z"
     assert format_time(-(2**62)) == f"{-(2**62)} ms"
+
+
+def test_show_names_what_spark_did_if_a_server_knows(
+    server: SqliteStore, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = (
+        WindowRow(id=PUBLISHED, state="done", spark_jobs=(3, 4), stage_seconds={5: 0.25, 6: 1.0}),
+        WindowRow(id=PUBLISHED, state="computing", revision=2),
+    )
+    spark = Spark(ready=True, ui="http://host:4040", application="local-1")
+    status = SimpleNamespace(windows=SimpleNamespace(latest=rows), spark=spark)
+    monkeypatch.setenv("MLDSERVER_ADMIN", "127.0.0.1:1")
+    monkeypatch.setattr("mldserver.cli.status.fetch_status", lambda *_: ({}, status))
+    found = documents(capsys, "show", PUBLISHED, "--out", "out")
+    assert {name: value for name, value in found.items() if name.startswith("spark_")} == {
+        "spark_application": "local-1",
+        "spark_ui": "http://host:4040",
+        "spark_jobs": [3, 4],
+        "spark_stages": ["5: 0.250 s", "6: 1.000 s"],
+    }
+    other = documents(capsys, "show", CUT, "--out", "out")
+    assert not [name for name in other if name.startswith("spark_")]

@@ -317,6 +317,15 @@ def test_a_window_is_open_until_it_is_cut() -> None:
     assert windows.closable(watermark_ms=9 * HOUR, now_ms=0, wall_ms=0) == (key(HOUR).id,)
 
 
+def test_the_ends_of_open_windows_are_known() -> None:
+    windows = OpenWindows(Tumbling(HOUR))
+    windows.opened([key(0), key(HOUR)])
+    assert windows.ends_ms() == [HOUR, 2 * HOUR]
+    runs = OpenWindows(batches(max_rows=10))
+    runs.opened([WindowKey(batch_id(0))])
+    assert runs.ends_ms() == []
+
+
 def test_a_batch_closes_when_it_is_full_or_old() -> None:
     windows = OpenWindows(batches(max_rows=2, max_age=1), BatchProgress(1, 1, 5000))
     windows.opened([WindowKey(batch_id(0)), WindowKey(batch_id(1))])

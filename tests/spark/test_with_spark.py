@@ -161,6 +161,10 @@ async def test_rows_as_they_are_come_out_with_every_column_and_value(world: Worl
 async def test_a_small_window_is_one_file_and_nothing_else(world: World) -> None:
     result = await world.engine.compute(world.job("grouped"))
     assert [path.name for path in world.staging("grouped").iterdir()] == list(result.files)
+    assert result.work.jobs
+    assert result.work.stages
+    assert 0 <= sum(seconds for _, seconds in result.work.stages) < 60
+    assert world.engine.facts().application is not None
     assert len(result.files) == 1
 
 

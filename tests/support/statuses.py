@@ -310,6 +310,8 @@ def _window(
         rows_out=26 if state == "done" else None,
         seconds=seconds if state == "done" else None,
         spark_seconds=seconds * 0.6 if state == "done" else None,
+        spark_jobs=(7, 8) if state == "done" else (),
+        stage_seconds={12: 0.25} if state == "done" else {},
         late_rows=14 if revision > 1 else 0,
         error=error,
     )
