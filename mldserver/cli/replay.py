@@ -52,7 +52,7 @@ def replay_windows(
 ) -> int:
     """Compute published windows again by other code, into another folder, and compare: nothing published is touched.
 
-    Possible for windows whose segments are kept (`retention`, with `late = recompute`). Shows for each window how many rows
+    Possible for windows whose segments are kept (`retention` with `late = recompute`, `keep_segments`). Shows for each window how many rows
     only the published output has, how many only the new one, and which columns differ; fractions count as equal if their
     first nine digits are. `retry --published` then publishes what a server's code makes of a window. Exit codes: 0 done, 1 a
     window failed.
@@ -67,7 +67,7 @@ def replay_windows(
     if not entries:
         raise OperatorError(
             "No window of that time can be computed again.",
-            advice="`mldserver windows list --all` shows those whose segments are kept: for `retention`, with `late = recompute`.",
+            advice="`mldserver windows list --all` shows those whose segments are kept: for `retention`, with `late = recompute`, or `keep_segments`.",
         )
     structlog.configure(
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),

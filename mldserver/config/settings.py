@@ -244,6 +244,9 @@ class FlowSettings:
     """How long to collect a window's late rows before the window is computed again."""
     retention_ms: int = setting(ms(zero=True), DAY_MS)
     """How long to keep finished windows, and their segments for late rows."""
+    keep_segments_ms: int = rare(ms(zero=True), 0)
+    """How long to keep the segments of finished windows, if that is longer than `retention`: for `windows replay`, also with
+    `late = separate`."""
     retention_bytes: int = rare(kinds.size(), 10 * GIB)
     """Limit of segments kept for late rows (and at most half of `segment_disk_bytes`)."""
     idle_time_ms: int = setting(ms(), 30_000)

@@ -196,6 +196,8 @@ class Pipeline:
         self.faults = Faults()
         self.new_ledger = False
         self.log_error_messages = True
+        self.keeps = False
+        """Whether segments are kept although late rows go elsewhere (``keep_segments``)."""
         self.predecessors: Predecessors | None = None
         self.place: str | None = None
         """Where the ledger is, if not in the folder."""
@@ -217,7 +219,7 @@ class Pipeline:
                 store=store,
                 engine=self.engine,
                 clock=self.clock,
-                retain=self.recompute,
+                retain=self.recompute or self.keeps,
                 freed=lambda freed: self.coordinator.freed(freed),  # noqa: PLW0108  # made below
                 predecessors=self.predecessors,
             )

@@ -78,6 +78,21 @@ async def test_other_code_shows_what_it_changes(replay: Replayed) -> None:
     assert not first.is_none
 
 
+async def test_segments_may_be_kept_although_late_rows_go_elsewhere(tmp_path: Path) -> None:
+    pipeline = Pipeline(tmp_path, spec=Tumbling(10_000))
+    pipeline.keeps = True
+    async with pipeline.life():
+        session = await pipeline.open("a")
+        await pipeline.give(session, [(1, 1000), (2, 25_000)])
+        await pipeline.cycle()
+        late = await pipeline.open("b")
+        await pipeline.give(late, [(7, 2000)])
+        await pipeline.clock.advance(10)
+        assert (pipeline.late(), pipeline.published()[W[0]]) == ([7], [1])
+        entry, *_ = chosen(pipeline.state().windows.values(), 0, None)
+        assert (entry.window_id, entry.revision, entry.pending) == (W[0], 1, ())
+
+
 async def test_rows_that_go_change_no_column(replay: Replayed) -> None:
     first, *_ = await replay(lambda rows, _: rows.slice(1))
     assert (first.only_before, first.only_now, first.columns_changed) == (1, 0, ())

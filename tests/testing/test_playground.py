@@ -145,7 +145,7 @@ THE_USERS = {
     ),
     *("window_on_failure", "window_attempts", "window_deadline"),
     *("window_concurrency", "flush_bytes", "buffer_bytes", "state_bytes", "segment_disk_bytes", "late"),
-    *("recompute_delay", "retention", "retention_bytes", "shard_retention"),
+    *("recompute_delay", "retention", "keep_segments", "retention_bytes", "shard_retention"),
     *("query_concurrency", "query_timeout", "query_spill_bytes"),
     *("idle_time", "quiet_time", "missing_limit", "max_ahead", "on_ahead"),
     *("connection_limit", "line_limit", "initialize_timeout"),
