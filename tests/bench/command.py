@@ -25,6 +25,7 @@ from bench import (
     poison,
     queries,
     retained,
+    sessions,
     small_windows,
     state,
     streams,
@@ -64,6 +65,7 @@ PARTS = (
     "streams",
     "state",
     "timers",
+    "sessions",
     "functions",
     "isolation",
     "queries",
@@ -125,6 +127,9 @@ def _run(given: argparse.Namespace) -> int:
         if "state" in parts:
             document["state"] = state.measure(given.state_records, given.rounds, folder / "state")
             console.print(state_table(document["state"], given.state_records))
+        if "sessions" in parts:
+            document["sessions"] = sessions.measure(given.clicks, given.rounds, folder / "sessions")
+            console.print(sessions_table(document["sessions"], given.clicks))
         if "timers" in parts:
             document["timers"] = timers.measure(given.timers, given.idle_timers, folder / "timers")
             console.print(timers_table(document["timers"], given.timers))
@@ -180,6 +185,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--poison", type=int, default=20_000, help="records of which each fails")
     parser.add_argument("--records", type=int, default=1_000_000, help="of DynamoDB Streams that are merged")
     parser.add_argument("--state-records", type=int, default=1_000_000, help="of keyed state")
+    parser.add_argument("--clicks", type=int, default=500_000, help="of which sessions are made")
     parser.add_argument("--timers", type=int, default=1_000_000, help="that are due within one second")
     parser.add_argument("--idle-timers", type=int, default=200, help="single ones, by poll interval")
     parser.add_argument("--load-seconds", type=float, default=60.0, help="of five functions")
@@ -446,6 +452,16 @@ def state_table(measured: dict[str, dict[str, dict[str, float]]], records: int) 
                 f"{each['busy_ms']:.1f}" if "busy_ms" in each else "",
                 f"{each['open_seconds']:.2f}" if "open_seconds" in each else "",
             )
+    return table
+
+
+def sessions_table(measured: dict[str, dict[str, float]], clicks: int) -> Table:
+    """Show what visits cost on keyed state, and as a job over the rows of one window."""
+    table = Table(title=f"Session windows: {clicks:,} clicks of 10,000 users", title_justify="left")
+    for name in ("", "clicks a second", "CPU, µs a click"):
+        table.add_column(name, justify="right" if name else "left")
+    for name, each in measured.items():
+        table.add_row(name, f"{each['clicks_s']:,.0f}", f"{each['cpu_us']:.2f}")
     return table
 
 

@@ -12,6 +12,7 @@ They assert results, never times. Each module says what it measures:
 * ``streams.py``: the merge of DynamoDB's shards against a heap of single records, and how fast shards are read.
 * ``state.py``: a count for each key, against the same handler without state, Bytewax, Quix Streams and a plain dict
   (``pip install '.[bench]'`` brings the two).
+* ``sessions.py``: visits on keyed state and timers, against a row of each click and Spark's ``session_window`` over those rows.
 * ``timers.py``: a million timers that are set and then due within one second, how late those of an idle server are, and what they take.
 * ``functions.py``: memory and CPU of five functions in one server, against five servers.
 * ``isolation.py``: batch latency and windows of a function beside others that raise, flood, sleep, kill and fill.

@@ -62,6 +62,8 @@ def test_every_benchmark_runs_at_a_tiny_size(tmp_path: Path, capsys: pytest.Capt
         "3000",
         "--state-records",
         "3000",
+        "--clicks",
+        "3000",
         "--timers",
         "3000",
         "--idle-timers",
