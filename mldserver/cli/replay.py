@@ -52,14 +52,17 @@ def replay_windows(
 ) -> int:
     """Compute published windows again by other code, into another folder, and compare: nothing published is touched.
 
-    Possible for windows whose segments are kept (`retention` with `late = recompute`, `keep_segments`). Shows for each window how many rows
-    only the published output has, how many only the new one, and which columns differ; fractions count as equal if their
-    first nine digits are. `retry --published` then publishes what a server's code makes of a window. Exit codes: 0 done, 1 a
-    window failed.
+    Possible for windows whose segments are kept (`retention` with `late = recompute`, or `keep_segments`). Shows for each
+    window how many rows only the published output has, how many only the new one, and which columns differ. Fractions count
+    as equal if their first nine digits are. `retry --published` then publishes what a server's code makes of a window.
+
+    Exit codes: 0 done, 1 a window failed.
     """
     settings = ledger_settings(where)
     if handler is not None:
         settings = replace(settings, handler=handler)
+    if not settings.handler:
+        raise OperatorError("No handler was named.", advice="Name the new code with --handler.")
     now = datetime.now(UTC)
     until_ms = None if until is None else _ms(since_time(until, now, option="--until"))
     state = read_ledger(where)
@@ -67,7 +70,8 @@ def replay_windows(
     if not entries:
         raise OperatorError(
             "No window of that time can be computed again.",
-            advice="`mldserver windows list --all` shows those whose segments are kept: for `retention`, with `late = recompute`, or `keep_segments`.",
+            advice="`mldserver windows list --all` shows those whose segments are kept: for `retention`, with "
+            "`late = recompute`, or for `keep_segments`.",
         )
     structlog.configure(
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),

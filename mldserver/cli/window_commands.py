@@ -41,7 +41,8 @@ mldserver windows replay --handler mypackage.new --since '2 days' --to /tmp/new 
 A window is *open* while rows arrive, *cut* when its rows are fixed, *committed* when its output counts, *published*
 when readers see it, and *set aside* when its job kept failing (`window_on_failure = dead_letter`, or `set-aside`).
 A *halted* window keeps failing too, and later windows wait: `retry` runs it at once; after `set-aside` or `skip` the other
-windows continue. `retry --published` computes published windows again, `replay` into another folder, to compare. The server reacts within its `flush_interval`.
+windows continue. `retry --published` computes published windows again, `replay` into another folder, to compare.
+The server reacts within its `flush_interval`.
 
 Exit codes: 0 done, 2 the window or the ledger does not exist, or the ledger cannot be read.
 """

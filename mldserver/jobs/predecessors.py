@@ -61,9 +61,8 @@ def check(
         further = () if found is None else found.after
         if name in further or name in seen:
             raise OperatorError(
-                f"The functions {name} and {', '.join(sorted(seen - {name}) or after)} would wait for each other: their handlers "
-                "say after in a circle.",
-                advice="Take one of the names out of after.",
+                f"The functions {name} and {', '.join(sorted(seen - {name}) or after)} would wait for each other.",
+                advice="Their handlers say after in a circle: take one of the names out.",
                 pipeline=name,
             )
         ahead += [each for each in further if each not in seen]

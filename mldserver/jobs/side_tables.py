@@ -51,7 +51,8 @@ class SideTables:
     ) -> None:
         """``tables``: as a log shows them. ``window_columns``: names of the columns of a window's start and end.
 
-        ``letter_rows`` returns dead letters as rows; None: they have no table. ``random`` gives [0, 1) for jitter. ``log_error_messages`` and ``retry_seconds``: see ``WindowRunner``.
+        ``letter_rows`` returns dead letters as rows; None: they have no table. ``random`` gives [0, 1) for jitter.
+        ``log_error_messages`` and ``retry_seconds``: see ``WindowRunner``.
         """
         self.tables, self.letter_rows = tables, letter_rows
         self._steps, self._window_columns = steps, window_columns
