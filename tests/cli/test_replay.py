@@ -114,6 +114,13 @@ def test_what_cannot_be_replayed_is_refused_before_anything_is_computed(
     assert not (tmp_path / "new").exists()
 
 
+def test_without_a_handler_in_the_settings_one_must_be_named(
+    replay: Replay, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["windows", "replay", "--out", "out", "--to", "new"]) == 2
+    assert "No handler was named." in capsys.readouterr().err
+
+
 @pytest.mark.long
 @pytest.mark.slow
 def test_new_code_runs_on_spark(
