@@ -217,9 +217,7 @@ class Pipeline:
         parts = self.parts
         if parts is None:
             return
-        published = parts.queries.published.get(self.settings.pipeline)
-        if published is not None and not published.is_frozen:
-            del parts.queries.published[self.settings.pipeline]
+        parts.queries.published.pop(self.settings.pipeline, None)
         async with contextlib.AsyncExitStack() as closing:  # the stack closes in reverse order
             closing.push_async_callback(self._end, "ledger", partial(self._close_ledger, parts.ledger))
             if parts.letters is not None:
@@ -272,8 +270,6 @@ class Pipeline:
             return False
         if self._drain:
             await self._publish_all(parts)
-            if (published := parts.queries.published.get(self.settings.pipeline)) is not None:
-                await published.freeze()  # for functions whose windows come after these
             return True
         if parts.runner is not None:
             left = self.settings.grace_seconds - (self._clock.steady_ms() - began_ms) / 1000

@@ -52,7 +52,8 @@ def check(
     if missing := [each for each in after if each not in functions]:
         raise OperatorError(
             f"The handler of {name} says after = {list(after)}, and this server has no function {missing[0]}.",
-            advice=f"Its functions are {', '.join(sorted(functions))}: name one of these, or serve {missing[0]} here, too.",
+            advice=f"Its functions are {', '.join(sorted(functions))}: name one of these, or serve {missing[0]} here, too. To "
+            f"drain {name}, run `mldserver functions undeploy {name}` where both run.",
             pipeline=name,
         )
     ahead, seen = list(after), set(after)

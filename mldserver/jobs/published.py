@@ -35,8 +35,6 @@ class PublishedWindows:
     """The functions that this one's windows come after."""
     until_ms: Callable[[], float] = lambda: -math.inf
     """Returns the event time up to which every window is published: those that end later may not be."""
-    is_frozen: bool = False
-    """Whether the function is drained, and the view stays as it is."""
     _view: FunctionView | None = None
     _read_ms: int | None = None
     _manifests: dict[str, tuple[str, ...]] = field(default_factory=dict)
@@ -48,8 +46,6 @@ class PublishedWindows:
         Raises LedgerError and OSError.
         """
         now_ms = self.clock.steady_ms()
-        if self.is_frozen:
-            return self._view
         if fresh or self._read_ms is None or now_ms - self._read_ms >= _FRESH_MS:
             if self.shape.is_table:
                 self._view = self.shape
@@ -58,14 +54,6 @@ class PublishedWindows:
                 self._view = await asyncio.to_thread(self._view_of, entries)
             self._read_ms = now_ms
         return self._view
-
-    async def freeze(self) -> None:
-        """Keep the present view: the function is drained, all its windows are published, and its ledger is about to be closed.
-
-        Raises LedgerError and OSError.
-        """
-        await self.view(fresh=True)
-        self.is_frozen, self.until_ms = True, lambda: math.inf
 
     def _view_of(self, entries: Iterable[WindowEntry]) -> FunctionView | None:
         """Return the view of published windows. Blocking."""

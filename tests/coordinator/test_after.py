@@ -175,24 +175,6 @@ async def test_windows_wait_for_a_function_that_does_not_run_and_say_so(tmp_path
             assert runner.trouble is None
 
 
-async def test_a_drained_function_is_no_longer_waited_for_and_its_windows_stay_visible(
-    tmp_path: Path,
-) -> None:
-    house = House(tmp_path)
-    async with house.payments.life():
-        house.run_payments()
-        session = await house.payments.open("p")
-        await house.payments.give(session, [(1, 1000), (2, 2000)])
-        house.payments.coordinator.cuts_all = True
-        await house.clock.advance(10)
-        await house.published["payments"].freeze()
-    async with house.orders.life():
-        session = await house.orders.open("o")
-        await house.orders.give(session, [(1, 1000), (2, 25_000)])
-        await house.clock.advance(10)
-        assert house.counted() == {10_000: {2}}
-
-
 async def test_windows_are_published_up_to_the_watermark_or_the_first_that_is_not(tmp_path: Path) -> None:
     house = House(tmp_path)
     async with house.life():
