@@ -39,7 +39,7 @@ DRIVER = Path(__file__).parent / "support" / "failing_driver.py"
 WITHOUT_SPARK = """
 from types import SimpleNamespace
 from mldserver.spark import driver
-context = SimpleNamespace(uiWebUrl=None)
+context = SimpleNamespace(uiWebUrl=None, applicationId="local-1")
 spark = SimpleNamespace(version="4.3.0", sparkContext=context, stop=lambda: None)
 driver.open_session = lambda _: SimpleNamespace(
     jvm=None, spark=spark, connect=False, health_check=lambda: dict, stop=spark.stop
