@@ -51,11 +51,11 @@ class WindowJob:
     """Bytes of the segments: what the number of partitions is chosen from."""
     out: str = field(default="", repr=False)
     """The output folder's URI as pyarrow takes it, with options and credentials; empty where paths are local."""
-    views: tuple[FunctionView, ...] = ()
-    """The published windows of other functions, which ``on_window`` finds as views (``after``)."""
     older: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """Those of ``segments`` that were written under another schema, by its DDL; every value of theirs is one of the
     handler's present schema too."""
+    views: tuple[FunctionView, ...] = ()
+    """The published windows of other functions, which ``on_window`` finds as views (``after``)."""
 
 
 @dataclass(frozen=True, slots=True)

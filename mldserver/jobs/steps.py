@@ -144,8 +144,8 @@ class WindowSteps:
                 sum(segment.rows for segment in entry.segments),
                 sum(sizes.values()),
                 self.store.place,
-                views,
                 older,
+                views,
             )
             return entry, staging, job
 

@@ -81,7 +81,7 @@ def play(first: int, count: int) -> Counter[str]:
 
 @pytest.mark.skipif(SEED is not None, reason="one world is asked for")
 def test_every_world_with_keyed_state_counts_each_record_once(long: bool) -> None:
-    faults = play(KEYED + FIRST, int(WORLDS or (500 if long else 8)))
+    faults = play(KEYED + FIRST, int(WORLDS or (500 if long else 12)))
     assert {"killed", "lease lost", "answer lost", "compacted", "inherited", "counted late"} <= faults.keys()
 
 
