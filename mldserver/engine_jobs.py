@@ -33,6 +33,8 @@ class FunctionView:
     """The columns as Spark DDL, to show while there are no files; empty: they are not known before there are."""
     is_table: bool = False
     """Whether the view is the present files of the table that the function's sink writes into, in place of ``paths``."""
+    serial: int = field(default=0, compare=False)
+    """Rises with each look at what is published: a view with a higher one shows at least as much."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
@@ -15,6 +16,9 @@ from mldserver.ledger.operations import Ledger
 from mldserver.output.layout import OUTPUTS, window_path
 from mldserver.output.manifest import MANIFESTS, Manifest, latest
 from mldserver.output.store import OutputStore
+
+_SERIALS: Final = itertools.count(1)
+"""Of all functions of the process."""
 
 _FRESH_MS: Final = 1000
 """For how long a view is taken for the present one."""
@@ -47,22 +51,23 @@ class PublishedWindows:
         """
         now_ms = self.clock.steady_ms()
         if fresh or self._read_ms is None or now_ms - self._read_ms >= _FRESH_MS:
+            shape = replace(self.shape, serial=next(_SERIALS))  # before the look
             if self.shape.is_table:
-                self._view = self.shape
+                self._view = shape
             elif self.has_view:
                 entries = await self.ledger.visible_windows()
-                self._view = await asyncio.to_thread(self._view_of, entries)
+                self._view = await asyncio.to_thread(self._view_of, shape, entries)
             self._read_ms = now_ms
         return self._view
 
-    def _view_of(self, entries: Iterable[WindowEntry]) -> FunctionView | None:
+    def _view_of(self, shape: FunctionView, entries: Iterable[WindowEntry]) -> FunctionView | None:
         """Return the view of published windows. Blocking."""
         shown = sorted((entry.start_ms or 0, entry.window_id) for entry in entries)
         windows = [window for _, window in shown]
         paths = self._folders(windows) if self.store.local else self._files(windows)
-        if not (paths or self.shape.schema):
+        if not (paths or shape.schema):
             return None
-        return replace(self.shape, paths=tuple(map(self.store.uri, paths)))
+        return replace(shape, paths=tuple(map(self.store.uri, paths)))
 
     def _folders(self, windows: list[str]) -> list[str]:
         """Return the folders of windows that have an output."""

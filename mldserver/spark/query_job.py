@@ -8,6 +8,7 @@ window.
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -40,18 +41,29 @@ class Views:
         """Make views in a session. ``sink_of`` returns where a function's windows are published."""
         self._spark, self._sink_of = spark, sink_of
         self._made: dict[str, FunctionView] = {}
+        self._lock = threading.Lock()
 
     def make(self, views: Sequence[FunctionView]) -> None:
-        """Make the views that are not there as they are wanted. Raises what Spark raises for files that it cannot read."""
-        for view in views:
-            if view.is_table and (sink := self._sink_of(view.name)) is not None:
-                table = cast("FileTable", find(sink.format))
-                view = replace(view, paths=table.files(sink))  # noqa: PLW2901  # as it is now
-            if not (view.paths or view.schema):
-                continue
-            if self._made.get(view.name) != view:
-                self._frame(view).createOrReplaceTempView(f"`{view.name}`")
-                self._made[view.name] = view
+        """Make the views that are not there as they are wanted, or newer. Raises what Spark raises for files that it cannot read.
+
+        A job may find a newer view than its own, made for another job that runs beside it, and never an older one.
+        """
+        with self._lock:
+            for view in views:
+                self._make(view)
+
+    def _make(self, view: FunctionView) -> None:
+        made = self._made.get(view.name)
+        if made is not None and made.serial > view.serial:
+            return
+        if view.is_table and (sink := self._sink_of(view.name)) is not None:
+            table = cast("FileTable", find(sink.format))
+            view = replace(view, paths=table.files(sink))  # as it is now
+        if not (view.paths or view.schema):
+            return
+        if made != view:
+            self._frame(view).createOrReplaceTempView(f"`{view.name}`")
+        self._made[view.name] = view
 
     def _frame(self, view: FunctionView) -> DataFrame:
         """Return the rows of a view's files.
