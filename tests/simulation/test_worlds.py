@@ -87,7 +87,7 @@ def test_every_world_with_keyed_state_counts_each_record_once(long: bool) -> Non
 
 @pytest.mark.skipif(SEED is not None, reason="one world is asked for")
 def test_every_world_with_timers_fires_each_as_the_model_says(long: bool) -> None:
-    faults = play(TIMED + FIRST, int(WORLDS or (1000 if long else 4)))
+    faults = play(TIMED + FIRST, int(WORLDS or (1000 if long else 6)))
     assert faults["timers fired"]
     assert {"killed", "lease lost", "inherited", "paused", "clock set"} <= faults.keys()
 
@@ -157,7 +157,7 @@ def test_a_planted_bug_is_found(first: int, bug: str, long: bool) -> None:
 
 
 def test_a_seed_is_the_same_world_every_time(long: bool) -> None:
-    count = 5 if long else 1
+    count = 5 if long else 2
     once, again = (told(start(1, 1 + count, hash_seed=n)) for n in (1, 2))
     assert [world["same"] for world in once] == [world["same"] for world in again]
     assert len({world["same"] for world in once}) == count

@@ -258,7 +258,6 @@ def test_a_revision_of_a_window_that_was_compacted_with_others_leaves_the_others
 STEPS = ["table.filled", "table.committed"]
 
 
-@pytest.mark.parametrize("place", ["local", pytest.param("s3", marks=pytest.mark.long)], indirect=True)
 @pytest.mark.parametrize("step", STEPS)
 def test_after_a_kill_at_a_step_the_next_try_publishes_once_and_leaves_no_file(
     place: Lake, step: str
@@ -309,7 +308,7 @@ ROUNDS = 200
 
 
 def test_of_two_servers_that_publish_the_same_windows_at_once_one_does(local: Lake, long: bool) -> None:
-    rounds = ROUNDS if long else 15
+    rounds = ROUNDS if long else 40
     local.own()
     jobs = [local.output(hour, [f"{hour}", "x"]) for hour in range(rounds)]
     servers = [local.process(*jobs, go=local.root / "go-") for _ in range(2)]
