@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 from mldserver.engine_jobs import WindowJob
 from mldserver.errors import MldserverError
+from mldserver.jobs.steps import job_of
 from mldserver.ledger.contract import WindowEntry
-from mldserver.output.layout import window_path, written
+from mldserver.output.layout import window_path
 from mldserver.windows import as_window
 
 if TYPE_CHECKING:
@@ -101,26 +102,9 @@ class Replay:
         self.to.delete(place)  # a group that failed may have left something
         if self.to.local:
             self.to.prepare()
-        older: dict[str, tuple[str, ...]] = {}
-        for segment in entry.segments:
-            if (ddl := self.older.get(written(segment.path).shape)) is not None:
-                older[ddl] = (*older.get(ddl, ()), self.store.uri(segment.path))
-        return WindowJob(
-            as_window(
-                entry.window_id,
-                entry.start_ms,
-                entry.end_ms,
-                revision=entry.revision,
-                pipeline=self.pipeline,
-            ),
-            1,
-            tuple(self.store.uri(segment.path) for segment in entry.segments),
-            self.to.uri(place),
-            sum(segment.rows for segment in entry.segments),
-            sum(segment.bytes for segment in entry.segments),
-            self.store.place,
-            older=older,
-        )
+        bounds = entry.start_ms, entry.end_ms
+        window = as_window(entry.window_id, *bounds, revision=entry.revision, pipeline=self.pipeline)
+        return job_of(entry, window, 1, self.to.uri(place), self.store, self.older)
 
     def _difference(self, entry: WindowEntry, rows: int) -> Difference:
         """Compare a window's two outputs. Blocking."""

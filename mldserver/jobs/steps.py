@@ -127,25 +127,12 @@ class WindowSteps:
         def begin(entry: WindowEntry) -> tuple[WindowEntry, str, WindowJob]:
             number = attempts[entry.window_id]
             staging = attempt_path(self.publisher.root, entry.window_id, number, tag)
-            sizes = joined.to_read(self.store, entry.window_id, entry.segments)
             # An earlier process of this server may have left files of an attempt with the same number.
             self.store.delete(staging)
             if self.store.local:
                 self.store.prepare(staging.rpartition("/")[0])
-            older: dict[str, tuple[str, ...]] = {}
-            for path in sizes:
-                if (ddl := self.older.get(written(path).shape)) is not None:
-                    older[ddl] = (*older.get(ddl, ()), self.store.uri(path))
-            job = WindowJob(
-                self._window(entry),
-                number,
-                tuple(map(self.store.uri, sizes)),
-                self.store.uri(staging),
-                sum(segment.rows for segment in entry.segments),
-                sum(sizes.values()),
-                self.store.place,
-                older,
-                views,
+            job = job_of(
+                entry, self._window(entry), number, self.store.uri(staging), self.store, self.older, views
             )
             return entry, staging, job
 
@@ -233,3 +220,34 @@ class WindowSteps:
             # A disk that fails must not stop this: a later start finds what is left.
             with contextlib.suppress(OSError):
                 await asyncio.to_thread(self.publisher.clean, output)
+
+
+def job_of(
+    entry: WindowEntry,
+    window: Window,
+    attempt: int,
+    staging: str,
+    store: OutputStore,
+    older: Mapping[str, str],
+    views: tuple[FunctionView, ...] = (),
+) -> WindowJob:
+    """Return the job over a window's segments in ``store``; its output goes to ``staging``. Blocking. Raises OSError.
+
+    ``older``: as ``WindowSteps.older``.
+    """
+    sizes = joined.to_read(store, entry.window_id, entry.segments)
+    by_ddl: dict[str, tuple[str, ...]] = {}
+    for path in sizes:
+        if (ddl := older.get(written(path).shape)) is not None:
+            by_ddl[ddl] = (*by_ddl.get(ddl, ()), store.uri(path))
+    return WindowJob(
+        window,
+        attempt,
+        tuple(map(store.uri, sizes)),
+        staging,
+        sum(segment.rows for segment in entry.segments),
+        sum(sizes.values()),
+        store.place,
+        by_ddl,
+        views,
+    )
