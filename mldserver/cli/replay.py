@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import sys
 import tempfile
 from dataclasses import replace
@@ -31,6 +32,7 @@ from mldserver.coordinator.core.shape import Shape
 from mldserver.errors import EXIT_CLEAN, EXIT_FAULT, OperatorError
 from mldserver.jobs.replay import Difference, Replay, chosen
 from mldserver.ledger.contract import LedgerState, WindowEntry
+from mldserver.output.layout import written
 from mldserver.output.store import OutputStore
 from mldserver.windows import counted
 
@@ -120,7 +122,7 @@ def _replayed(
     if spec.schema is None:
         raise OperatorError(f"The handler {settings.handler} has no rows, so it computes no windows.")
     shape = shape_of(settings, spec)
-    _refuse_other_rows(shape, state)
+    _refuse_other_rows(shape, state, entries)
     aims = replace(settings, out=_place(settings, to), sink=None, late_sink=None, dead_letters=None)
     store, target = store_of(settings), store_of(aims)
     with as_operator_errors():
@@ -166,10 +168,12 @@ def _place(settings: Settings, to: str) -> OutPlace:
     """Return the folder ``to`` as an output folder. Raises OperatorError if it is not in the file system of ``out``."""
     place = out.parse(to)
     if isinstance(place, Path) and isinstance(settings.out, Path):
+        _refuse_nested(str(place.absolute()), str(settings.out.absolute()))
         return place.absolute()
     if isinstance(place, RemoteOut) and isinstance(settings.out, RemoteOut):
         ours, its = urlsplit(settings.out.uri), urlsplit(place.uri)
         if (ours.scheme, ours.hostname) == (its.scheme, its.hostname):
+            _refuse_nested(its.path, ours.path)
             return RemoteOut(urlunsplit(ours._replace(path=its.path)))  # with its options and credentials
     raise OperatorError(
         f"--to {place} is not where {settings.out} is: one Spark job reads there and writes here.",
@@ -177,15 +181,27 @@ def _place(settings: Settings, to: str) -> OutPlace:
     )
 
 
-def _refuse_other_rows(shape: Shape, state: LedgerState) -> None:
-    """Raise OperatorError if the code does not fit the rows that the ledger holds."""
-    stored = Shape.read(state.shapes[state.shape]) if state.shape in state.shapes else shape
-    if faults := replace(shape, table=stored.table).faults(stored):
+def _refuse_nested(new: str, published: str) -> None:
+    """Raise OperatorError if one of two folders is in the other: readers of the outer one would find every window twice."""
+    one, other = (f"{os.path.normpath(path)}/" for path in (new, published))
+    if one.startswith(other) or other.startswith(one):
         raise OperatorError(
-            f"The handler does not go with the rows that the ledger holds: {'; '.join(faults)}.",
+            f"--to {new} and the published output in {published} lie in each other.",
             did="Nothing was computed.",
-            advice="Only `on_window` may differ, and columns that rows of the new code have more or wider.",
+            advice="Name a folder beside it.",
         )
+
+
+def _refuse_other_rows(shape: Shape, state: LedgerState, entries: list[WindowEntry]) -> None:
+    """Raise OperatorError if the code does not fit the rows of a window."""
+    for fingerprint in {written(segment.path).shape for entry in entries for segment in entry.segments}:
+        stored = Shape.read(state.shapes[fingerprint])
+        if faults := replace(shape, table=stored.table).faults(stored):
+            raise OperatorError(
+                f"The handler does not go with the rows that the ledger holds: {'; '.join(faults)}.",
+                did="Nothing was computed.",
+                advice="Only `on_window` may differ, and columns that rows of the new code have more or wider.",
+            )
 
 
 def _made(target: OutputStore, aims: Settings) -> Path | None:

@@ -102,6 +102,8 @@ def test_a_window_that_fails_is_the_commands_failure(replay: Replay) -> None:
             "there were windows of 1 d of scheduled, and are windows of 1 h",
         ),
         ({"to": "s3://bucket/new"}, "is not where"),
+        ({"to": "out/new"}, "lie in each other"),
+        ({"to": "."}, "lie in each other"),
         (("--since", "never"), "--since 'never' is neither a time nor a duration"),
     ],
 )
