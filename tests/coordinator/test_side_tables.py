@@ -10,10 +10,9 @@ import pyarrow as pa
 import pytest
 from coordinator.outcomes import dead_letter
 from coordinator.pipeline import Pipeline, named, two
-from support.sqlite_table import TableEngine, read_table
+from support.sqlite_table import FailingTable, read_table
 
 from mldserver.deadletters.destinations import read_letters
-from mldserver.engine_jobs import PublishJob
 from mldserver.errors import WindowFailed
 from mldserver.jobs.side_tables import SideTables
 from mldserver.output.layout import DEAD_LETTERS
@@ -24,23 +23,10 @@ pytestmark = pytest.mark.quick
 W = [tumbling_id(start) for start in range(0, 40_000, 10_000)]
 
 
-class Failing(TableEngine):
-    """Its table fails as often as there are errors left."""
-
-    def __init__(self, table: Path, errors: list[Exception]) -> None:
-        super().__init__(table)
-        self.errors = errors
-
-    async def publish(self, job: PublishJob) -> None:
-        if self.errors:
-            raise self.errors.pop()
-        await super().publish(job)
-
-
 def pipeline_with(tmp_path: Path, *errors: Exception, **more: Any) -> Pipeline:
     made = Pipeline(tmp_path, spec=Tumbling(10_000), side_tables=True, **more)
     assert made.side_table is not None
-    made.make_engine = partial(Failing, made.side_table, list(errors))
+    made.make_engine = partial(FailingTable, made.side_table, list(errors))
     return made
 
 

@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 from coordinator.pipeline import Pipeline, named
-from support.sqlite_table import TableEngine, read_table
+from support.sqlite_table import FailingTable, read_table
 
 from mldserver.config.settings import WindowSettings
 from mldserver.coordinator.coordinator import Coordinator
-from mldserver.engine_jobs import PublishJob
 from mldserver.errors import DriverLost, WindowFailed
 from mldserver.ledger.contract import WindowState
 from mldserver.testing import LocalEngine
@@ -20,21 +19,6 @@ from mldserver.windows import Tumbling, tumbling_id
 pytestmark = pytest.mark.quick
 
 W = [tumbling_id(start) for start in range(0, 40_000, 10_000)]
-
-
-class Failing(TableEngine):
-    """Its table fails as often as there are errors left."""
-
-    def __init__(self, table: Path, errors: list[Exception]) -> None:
-        super().__init__(table)
-        self.errors = errors
-        self.asked: list[str] = []
-
-    async def publish(self, job: PublishJob) -> None:
-        self.asked.append(job.window.id)
-        if self.errors:
-            raise self.errors.pop()
-        await super().publish(job)
 
 
 class Tables(Pipeline):
@@ -49,7 +33,7 @@ class Tables(Pipeline):
                 **{f"window_{name}": value for name, value in {"concurrency": 1, **policy}.items()}
             ),
             retry_seconds=(1.0, 60.0),
-            engine=lambda: Failing(self.table, errors or []),
+            engine=lambda: FailingTable(self.table, errors or []),
         )
 
     def build(self) -> Coordinator:

@@ -16,7 +16,7 @@ from mldserver.engine_jobs import PublishJob
 from mldserver.errors import WindowFailed
 from mldserver.testing import LocalEngine
 
-__all__ = ["TableEngine", "publish_into", "read_table"]
+__all__ = ["FailingTable", "TableEngine", "publish_into", "read_table"]
 
 
 class TableEngine(LocalEngine):
@@ -32,6 +32,21 @@ class TableEngine(LocalEngine):
             await asyncio.to_thread(publish_into, self.table, job)
         except (OSError, sqlite3.Error) as error:
             raise WindowFailed(f"Window {job.window.id} could not be published: {error}") from error
+
+
+class FailingTable(TableEngine):
+    """Its table fails as often as there are errors left."""
+
+    def __init__(self, table: Path, errors: list[Exception]) -> None:
+        super().__init__(table)
+        self.errors = errors
+        self.asked: list[str] = []
+
+    async def publish(self, job: PublishJob) -> None:
+        self.asked.append(job.window.id)
+        if self.errors:
+            raise self.errors.pop()
+        await super().publish(job)
 
 
 def publish_into(table: Path, job: PublishJob) -> None:
