@@ -16,7 +16,7 @@ from mldserver.handler.context import Context
 from mldserver.handler.queries import Lookup, Rows, RowStream
 from mldserver.handler.timers import Timer, Timers, timer
 from mldserver.records import Batch, BatchResult, Discard, Fatal, Record, Retry, Sequence, Shard
-from mldserver.windows import Window, batches, tumbling
+from mldserver.windows import Window, batches, sliding, tumbling
 
 __all__ = [
     "Batch",
@@ -36,6 +36,7 @@ __all__ = [
     "Window",
     "__version__",
     "batches",
+    "sliding",
     "timer",
     "tumbling",
 ]

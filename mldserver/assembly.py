@@ -64,7 +64,7 @@ from mldserver.sources.mld import MLDListener
 from mldserver.sources.source import MakeSource, Source, SourceParts
 from mldserver.versions.code import Code, read_code
 from mldserver.versions.swap import Swap
-from mldserver.windows import WINDOW_COLUMNS, Tumbling
+from mldserver.windows import WINDOW_COLUMNS, TimeWindows, do_overlap
 from mldserver.workers.runtime import WorkerRuntime
 from mldserver.workers.worker import Limits
 from mldserver.workers.worker_queries import LocalQueries
@@ -281,6 +281,7 @@ async def _assembled(
             retain=settings.late == "recompute" or settings.keep_segments_ms > 0,
             freed=freed,
             table=shape.table,
+            overlap=do_overlap(spec.windows),
             predecessors=Predecessors(names=spec.after, published=queries.published) if spec.after else None,
         )
         retrying = {
@@ -300,7 +301,8 @@ async def _assembled(
         rules=settings.part(
             CoordinatorRules,
             on_arrival=spec.time_column is None,
-            disorder_ms=spec.windows.disorder_ms if isinstance(spec.windows, Tumbling) else 0,
+            disorder_ms=spec.windows.disorder_ms if isinstance(spec.windows, TimeWindows) else 0,
+            overlap=do_overlap(spec.windows),
             parks=settings.on_key_failure is OnKeyFailure.PARK,
             retention_ms=max(settings.retention_ms, settings.keep_segments_ms),
         ),
@@ -407,7 +409,7 @@ def _published(
     settings: Settings, spec: HandlerSpec, coordinator: Coordinator, ledger: Ledger, store: OutputStore
 ) -> PublishedWindows:
     """Return the published windows of a function, for queries."""
-    tumbling = spec.windows if isinstance(spec.windows, Tumbling) else None
+    tumbling = spec.windows if isinstance(spec.windows, TimeWindows) else None
     sink = sink_of(settings)
     shape = FunctionView(
         settings.pipeline,

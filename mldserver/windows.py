@@ -1,15 +1,16 @@
 """Windows, as handlers declare and receive them.
 
-A handler declares one of two kinds:
+A handler declares one of three kinds:
 
 * ``tumbling(size, on=, lateness=, disorder=)``: half-open event-time intervals, aligned to the Unix epoch.
+* ``sliding(size, every=, on=, lateness=, disorder=)``: the same, except that one begins at each ``every``, so that they overlap.
 * ``batches(max_rows=, max_age=)``: bounded runs of rows in merge order, for pipelines without event time.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
 
@@ -91,9 +92,13 @@ def span_text(ms: int) -> str:
     return f"{ms} ms"
 
 
+MOST_OVERLAPPING = 100
+"""Into how many sliding windows a row may go: the ledger lists its segment in each."""
+
+
 @dataclass(frozen=True, slots=True)
-class Tumbling:
-    """Half-open intervals of event time, aligned to the Unix epoch."""
+class TimeWindows:
+    """Half-open intervals of event time, aligned to the Unix epoch: tumbling windows, or sliding ones."""
 
     size_ms: int
     on: str | None = None
@@ -102,6 +107,21 @@ class Tumbling:
     """How long after its end a window stays open."""
     disorder_ms: int = 0
     """How far behind the latest event time of its shard a row may come without counting as late."""
+    every_ms: int | None = None
+    """How often a sliding window begins; None: tumbling windows, each of which begins at the end of the one before.
+
+    The rows between two such times are a *pane*. They belong to all windows that overlap the pane.
+    """
+
+    @property
+    def pane_ms(self) -> int:
+        """The length of a pane; of tumbling windows, their size."""
+        return self.every_ms or self.size_ms
+
+    @property
+    def panes(self) -> int:
+        """How many panes a window has, which is also how many windows have a pane."""
+        return self.size_ms // self.pane_ms
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +132,12 @@ class Batches:
     max_age_ms: int
 
 
-WindowSpec = Tumbling | Batches
+WindowSpec = TimeWindows | Batches
+
+
+def do_overlap(windows: WindowSpec | None) -> bool:
+    """Return whether windows share rows: sliding windows do."""
+    return isinstance(windows, TimeWindows) and windows.panes > 1
 
 
 def tumbling(
@@ -121,7 +146,7 @@ def tumbling(
     on: str | None = None,
     lateness: str | float | timedelta = 0,
     disorder: str | float | timedelta = 0,
-) -> Tumbling:
+) -> TimeWindows:
     """Return windows that are event-time intervals of ``size``, aligned to the Unix epoch.
 
     ``on`` names the TIMESTAMP column of ``schema`` that holds the event time; None: the arrival time. A window stays open
@@ -133,7 +158,31 @@ def tumbling(
     size_ms = duration_ms(size)
     if size_ms == 0:
         raise ValueError("a window needs a size above zero")
-    return Tumbling(size_ms, on, duration_ms(lateness), duration_ms(disorder))
+    return TimeWindows(size_ms, on, duration_ms(lateness), duration_ms(disorder))
+
+
+def sliding(
+    size: str | float | timedelta,
+    *,
+    every: str | float | timedelta,
+    on: str | None = None,
+    lateness: str | float | timedelta = 0,
+    disorder: str | float | timedelta = 0,
+) -> TimeWindows:
+    """Return windows of ``size`` of which one begins at each multiple of ``every`` since the Unix epoch.
+
+    ``size`` is a multiple of ``every``, at most 100 times it. A row belongs to each window that contains its event time, and is
+    stored once. The other arguments are those of ``tumbling``. Raises ValueError as ``tumbling`` does, and for an ``every`` that
+    does not fit ``size``.
+    """
+    base, every_ms = tumbling(size, on=on, lateness=lateness, disorder=disorder), duration_ms(every)
+    if every_ms == 0 or base.size_ms % every_ms:
+        raise ValueError(
+            f"a window's size must be a multiple of every, and {span_text(base.size_ms)} is not one of {span_text(every_ms)}"
+        )
+    if base.size_ms > MOST_OVERLAPPING * every_ms:
+        raise ValueError(f"a window's size may be at most {MOST_OVERLAPPING} times every")
+    return replace(base, every_ms=None if every_ms == base.size_ms else every_ms)
 
 
 def batches(*, max_rows: int = 1_000_000, max_age: str | float | timedelta = "1 minute") -> Batches:
@@ -168,8 +217,8 @@ class Window:
     """The pipeline's name."""
 
 
-def tumbling_id(start_ms: int) -> str:
-    """Return the id of the tumbling window that starts at ``start_ms``: readable, and safe in any file system.
+def time_window_id(start_ms: int) -> str:
+    """Return the id of the window of time that starts at ``start_ms``: readable, and safe in any file system.
 
     A start outside the years 1 to 9999 (a column may hold anything) is written in milliseconds.
     """
@@ -183,9 +232,25 @@ def tumbling_id(start_ms: int) -> str:
     )
 
 
-def tumbling_starts(event_ms: NDArray[np.int64], spec: Tumbling) -> NDArray[np.int64]:
-    """Return for each event time the start of its window (ms), aligned to the epoch, also before 1970."""
-    return event_ms - event_ms % spec.size_ms
+def pane_starts(event_ms: NDArray[np.int64], spec: TimeWindows) -> NDArray[np.int64]:
+    """Return for each event time the start of its pane (ms), aligned to the epoch, also before 1970.
+
+    It is the start of the last window that contains the event time; of tumbling windows, of the only one.
+    """
+    return event_ms - event_ms % spec.pane_ms
+
+
+def overlapping(start_ms: int, end_ms: int, every_ms: int) -> tuple[tuple[str, int, int], ...]:
+    """Return the sliding windows that contain a pane, those that end first in front: id, start and end (ms).
+
+    ``start_ms`` and ``end_ms`` are the bounds of the last of them, which starts with the pane. ``every_ms``: as in
+    ``TimeWindows``.
+    """
+    size_ms = end_ms - start_ms
+    first_ms = start_ms - size_ms + every_ms
+    return tuple(
+        (time_window_id(at_ms), at_ms, at_ms + size_ms) for at_ms in range(first_ms, start_ms + 1, every_ms)
+    )
 
 
 def as_window(

@@ -22,6 +22,7 @@ from mldserver.coordinator.core.watermark import Watermark
 from mldserver.jobs.runner import WindowRunner
 from mldserver.ledger.contract import LedgerState, Segment, WindowEntry, WindowState
 from mldserver.ledger.operations import Ledger
+from mldserver.output import joined
 from mldserver.output.layout import (
     PRIVATE,
     QUARANTINE,
@@ -145,12 +146,11 @@ async def _inherit(
     late = tuple(segment for segment in state.late_segments if written(segment.path).tag not in alive)
     await publish_late(late, ledger, store, side_tables)
     named = state.paths() | {entry.staging for entry in state.windows.values()}
-    # Joined files of any server are useful until their window is published.
-    waiting = {
-        entry.window_id for entry in state.windows.values() if entry.state is not WindowState.PUBLISHED
-    }
-    joined = (path for path in segments if is_joined(path) and path.split("/")[-2] in waiting)
-    named |= {path for path in joined if written(path).ledger == state.ledger_id}
+    # Joined files of any server are useful until each window that lists their segments is published.
+    unpublished = (entry for entry in state.windows.values() if entry.state is not WindowState.PUBLISHED)
+    waiting = {segment.path.rpartition("/")[0] for entry in unpublished for segment in entry.segments}
+    useful = (path for path in segments if is_joined(path) and path.rpartition("/")[0] in waiting)
+    named |= {path for path in useful if written(path).ledger == state.ledger_id}
 
     others = alive - {writer_tag(state.ledger_id, ledger.server_id)}
     nameless = [path for path in segments if path not in named and written(path).tag not in others]
@@ -280,6 +280,9 @@ class Retention:
         windows = dict.fromkeys(segment.window_id for segment in free)
         self._expiring = len(windows) >= _EXPIRED
         self.cut_windows.expired(windows)
+        if self.rules.overlap and free:
+            files = await asyncio.to_thread(joined.files, self.garbage.store, free)
+            self.garbage.add_unfinished(*files)
         if free:
             log.debug("window.expired", windows=len(windows), segments=len(free))
         return await self.garbage.delete(free)

@@ -53,7 +53,7 @@ from mldserver.output.layout import PRIVATE, SEGMENTS, STAGING
 from mldserver.output.owner import FolderClaim
 from mldserver.output.store import OutputStore
 from mldserver.stores import StateSnapshot
-from mldserver.windows import Tumbling, WindowSpec
+from mldserver.windows import TimeWindows, WindowSpec
 
 log = structlog.get_logger("mldserver")
 
@@ -362,7 +362,7 @@ class Coordinator:
         Infinite while the stream is over or quiet and no window waits. Windows that were set aside do not count.
         """
         view, windows = self._view, self._flusher.open_windows
-        if windows is None or not isinstance(windows.spec, Tumbling):
+        if windows is None or not isinstance(windows.spec, TimeWindows):
             return -math.inf
         until = (
             -math.inf if view.watermark_ms is None else float(view.watermark_ms - windows.spec.lateness_ms)

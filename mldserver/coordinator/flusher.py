@@ -21,7 +21,13 @@ from mldserver.base.kill_points import kill_point
 from mldserver.coordinator.cleanup import publish_late
 from mldserver.coordinator.core.flush import BufferedBatch, FlushPlan, WindowRows, plan
 from mldserver.coordinator.core.ledger_view import LedgerView
-from mldserver.coordinator.core.open_windows import CoordinatorRules, CutWindows, OpenWindows, WindowKey
+from mldserver.coordinator.core.open_windows import (
+    CoordinatorRules,
+    CutWindows,
+    OpenWindows,
+    WindowKey,
+    windows_with,
+)
 from mldserver.effects import Effects
 from mldserver.errors import LedgerError
 from mldserver.jobs.side_tables import SideTables
@@ -45,7 +51,7 @@ from mldserver.output import joined
 from mldserver.output.layout import LETTERS, segment_path, state_path, written
 from mldserver.output.store import Garbage, OutputStore
 from mldserver.records import DeadLetter, Sequence
-from mldserver.windows import Batches, WindowSpec
+from mldserver.windows import Batches, TimeWindows, WindowSpec
 
 log = structlog.get_logger("mldserver")
 
@@ -189,8 +195,15 @@ class Flusher:
             windows.ahead_from_ms = max(windows.ahead_from_ms or 0, latest_ms + most_ms)
 
     def _kind(self, key: WindowKey) -> SegmentKind:
-        is_open = self.open_windows is not None and key.id in self.open_windows
-        return SegmentKind.WINDOW if is_open else self.cut_windows.kind(key)
+        """Return what rows are for that are assigned to this window: of sliding windows, LATE if they are too late for any."""
+        kinds = {self._kind_in(window) for window in windows_with(key, self.spec)}
+        return next(
+            kind for kind in (SegmentKind.LATE, SegmentKind.RECOMPUTE, SegmentKind.WINDOW) if kind in kinds
+        )
+
+    def _kind_in(self, window: WindowKey) -> SegmentKind:
+        is_open = self.open_windows is not None and window.id in self.open_windows
+        return SegmentKind.WINDOW if is_open else self.cut_windows.kind(window)
 
     async def flush(
         self,
@@ -312,9 +325,11 @@ class Flusher:
         if self.letter_rows is not None:
             effects = structs.replace(effects, dead_letters=())  # they are a segment
         effects = Effects.without_rows([effects, planned.redriven_effects])
-        windows, step = self.open_windows, None
+        windows, step, every_ms = self.open_windows, None, None
         if windows is not None and isinstance(windows.spec, Batches):
             step = BatchStep(windows.progress, planned.progress, windows.spec.max_rows)
+        elif isinstance(self.spec, TimeWindows):
+            every_ms = self.spec.every_ms
         kill_point("flush.registering")
         try:
             return await self.ledger.register(
@@ -327,6 +342,7 @@ class Flusher:
                     planned.redriven,
                     planned.stores,
                     state_file,
+                    every_ms,
                 )
             )
         except LedgerError:
@@ -445,7 +461,11 @@ class Flusher:
         self._merge_clock = planned.clock
         if self.open_windows is not None:
             self.open_windows.progress = planned.progress
-            self.open_windows.opened(file.key for file in planned.files if file.kind is SegmentKind.WINDOW)
+            taken = (file for file in planned.files if file.kind is not SegmentKind.LATE)
+            windows = [window for file in taken for window in windows_with(file.key, self.spec)]
+            self.open_windows.opened(each for each in windows if self._kind_in(each) is SegmentKind.WINDOW)
+            again = [each.id for each in windows if each.id not in self.open_windows]
+            self.cut_windows.registered(again, self.clock.steady_ms())
         self.rows_durable += planned.rows
         self.flushes += 1
         self.segments += len(segments)
@@ -466,8 +486,6 @@ class Flusher:
             if segment.kind is SegmentKind.WINDOW and segment.bytes <= joined.SMALL_BYTES:
                 self._small.setdefault(segment.window_id, []).append(segment.path)
         self._late += tuple(segment for segment in late if segment.kind is SegmentKind.LATE)
-        again = [segment.window_id for segment in late if segment.kind is SegmentKind.RECOMPUTE]
-        self.cut_windows.registered(again, self.clock.steady_ms())
 
     async def publish_late(self) -> None:
         """Make registered late rows visible, or hand them to their table. Raises OSError or LedgerError; repeatable."""

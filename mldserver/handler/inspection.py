@@ -36,7 +36,7 @@ from mldserver.records import Hook
 from mldserver.windows import (
     WINDOW_COLUMNS,
     Batches,
-    Tumbling,
+    TimeWindows,
     WindowSpec,
     batches,
     duration_ms,
@@ -314,9 +314,10 @@ class _Inspection:
             return batches() if schema is not None else None
         if isinstance(windows, Batches):
             return windows
-        if not isinstance(windows, Tumbling):
+        if not isinstance(windows, TimeWindows):
             self._find(
-                f"windows is {_a(windows)}; write tumbling('1 hour') or batches(max_rows=100_000)", "windows"
+                f"windows is {_a(windows)}; write tumbling('1 hour'), sliding('1 hour', every='5 minutes') or batches(max_rows=100_000)",
+                "windows",
             )
             return None
         span = windows.size_ms + windows.lateness_ms
@@ -389,8 +390,8 @@ class _Inspection:
         if not isinstance(names, list | tuple) or not all(isinstance(name, str) and name for name in names):
             self._find(f"after is {declared!r}; write the names of functions, such as ['payments']", "after")
             return ()
-        if not isinstance(windows, Tumbling):
-            self._find("after is for windows of time: windows = tumbling(…)", "after")
+        if not isinstance(windows, TimeWindows):
+            self._find("after is for windows of time: windows = tumbling(…) or sliding(…)", "after")
         return tuple(dict.fromkeys(names))
 
     def _output(self, hooks: dict[str, HookSpec]) -> tuple[tuple[str, str] | None, bool]:

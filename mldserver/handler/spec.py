@@ -138,7 +138,9 @@ def windows_text(windows: WindowSpec | None) -> str:
     if isinstance(windows, Batches):
         return f"batches of at most {windows.max_rows} rows, each open for at most {span_text(windows.max_age_ms)}"
     late = f", open for {span_text(windows.lateness_ms)} after their end" if windows.lateness_ms else ""
-    return f"tumbling, {span_text(windows.size_ms)} of {windows.on or 'arrival time'}{late}"
+    every = f" every {span_text(windows.every_ms)}" if windows.every_ms else ""
+    kind = "sliding" if windows.every_ms else "tumbling"
+    return f"{kind}, {span_text(windows.size_ms)}{every} of {windows.on or 'arrival time'}{late}"
 
 
 _SIMPLE: Final[dict[str, Any]] = {

@@ -67,6 +67,8 @@ class WindowSteps:
     """Of the ledger that attempts are made for."""
     older: Mapping[str, str] = field(default_factory=dict)
     """For segments of an earlier handler with other columns: their schema as DDL, by the fingerprint in their names."""
+    overlap: bool = False
+    """Whether windows share segments."""
     predecessors: Predecessors | None = None
     """The functions whose windows come first; None: windows wait for none."""
     _replaced: asyncio.Queue[tuple[int, Commit]] = field(default_factory=asyncio.Queue)
@@ -188,9 +190,11 @@ class WindowSteps:
         def clean() -> int:
             self.store.for_each(self.publisher.clean, deletable_now)
             kill_point("window.cleaning")
-            for window in committed:
-                if len(window.entry.segments) >= joined.SEGMENTS_PER_FILE:
-                    self.garbage.add_unfinished(*joined.files(self.store, window.entry.window_id))
+            # What other sliding windows list stays for them.
+            over = (unneeded,) if self.overlap else (window.entry.segments for window in committed)
+            for segments in over:
+                if len(segments) >= joined.SEGMENTS_PER_FILE:
+                    self.garbage.add_unfinished(*joined.files(self.store, segments))
             return self.garbage.delete_now()
 
         freed_bytes = await asyncio.to_thread(clean)
@@ -235,7 +239,7 @@ def job_of(
 
     ``older``: as ``WindowSteps.older``.
     """
-    sizes = joined.to_read(store, entry.window_id, entry.segments)
+    sizes = joined.to_read(store, entry.segments)
     by_ddl: dict[str, tuple[str, ...]] = {}
     for path in sizes:
         if (ddl := older.get(written(path).shape)) is not None:

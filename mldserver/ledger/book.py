@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final, Generic, TypeVar
@@ -114,12 +115,16 @@ class Book:
         """Published windows that are retained, with the time of it (ms): those published longest ago first."""
         self.over: list[tuple[int, str]] = []
         """Published windows that are not retained, in the same way."""
-        self.paths: set[str] = set()
-        """Of every segment of every window."""
+        self.paths: Counter[str] = Counter()
+        """In how many windows each segment is listed, by its path."""
+        self._unpublished: Counter[str] = Counter()
+        """In how many of these that are not published."""
+        self._open: Counter[str] = Counter()
+        """In how many of these that are open."""
         self.unfinished: set[str] = set()
         """Windows that are cut or committed: the few that change owners, among a day of retained ones."""
-        self.segment_bytes = self.open_bytes = self.retained_bytes = 0
-        """Bytes of the segments of all windows; of those that are open; of those that are published and retained."""
+        self.segment_bytes = self.unpublished_bytes = self.open_bytes = 0
+        """Bytes of the segments of all windows; of those that are not published; of those that are open."""
         self.redrives = 0
         """The number of letters marked for a redrive."""
 
@@ -159,21 +164,22 @@ class Book:
     def _turn(self, before: WindowEntry | None, entry: WindowEntry | None) -> None:
         """Keep what is known of all windows together up with one that changes."""
         old, new = segments_of(before), segments_of(entry)
-        if new[: len(old)] != old:
-            self.paths.difference_update(segment.path for segment in old)
-            old = ()
-        self.paths.update(segment.path for segment in new[len(old) :])
+        if (
+            before is not None
+            and entry is not None
+            and before.state is entry.state
+            and new[: len(old)] == old
+        ):
+            self._list(entry, new[len(old) :], 1)
+        else:
+            self._list(before, old, -1)
+            self._list(entry, new, 1)
         for row, sign in ((before, -1), (entry, 1)):
             if row is None:
                 continue
-            size = sign * sum(segment.bytes for segment in segments_of(row))
-            self.segment_bytes += size
-            if row.state is WindowState.OPEN:
-                self.open_bytes += size
-            elif row.state in {WindowState.CUT, WindowState.COMMITTED}:
+            if row.state in {WindowState.CUT, WindowState.COMMITTED}:
                 (self.unfinished.add if sign > 0 else self.unfinished.discard)(row.window_id)
             elif row.state is WindowState.PUBLISHED:
-                self.retained_bytes += size if row.retained else 0
                 published, at = (
                     self.retained if row.retained else self.over,
                     (row.published_ms or 0, row.window_id),
@@ -182,6 +188,21 @@ class Book:
                     bisect.insort(published, at)
                 else:
                     del published[bisect.bisect_left(published, at)]
+
+    def _list(self, entry: WindowEntry | None, segments: tuple[Segment, ...], count: int) -> None:
+        """Note that a window lists segments (``count`` is 1), or lists them no longer (-1)."""
+        if entry is None:
+            return
+        self.segment_bytes += _listed(self.paths, segments, count)
+        if entry.state is not WindowState.PUBLISHED:
+            self.unpublished_bytes += _listed(self._unpublished, segments, count)
+        if entry.state is WindowState.OPEN:
+            self.open_bytes += _listed(self._open, segments, count)
+
+    @property
+    def retained_bytes(self) -> int:
+        """Bytes of the segments that only published windows list."""
+        return self.segment_bytes - self.unpublished_bytes
 
     @property
     def time_ms(self) -> int | None:
@@ -245,6 +266,21 @@ def segments_of(entry: WindowEntry | None) -> tuple[Segment, ...]:
     return entry.segments + entry.pending if entry.pending else entry.segments
 
 
+def _listed(counts: Counter[str], segments: tuple[Segment, ...], count: int) -> int:
+    """Add to the counts of segments; return by how much the bytes of those that are counted at all grow."""
+    grown = 0
+    for segment in segments:
+        before = counts[segment.path]
+        after = before + count
+        if not before or not after:
+            grown += count * segment.bytes
+        if after:
+            counts[segment.path] = after
+        else:
+            del counts[segment.path]
+    return grown
+
+
 @dataclass(eq=False, slots=True)
 class Overlay(Generic[_T]):
     """Rows by key, with changes that the rows underneath do not see."""
@@ -283,6 +319,8 @@ class Draft:
         self.state_files = Overlay(book.state_files)
         self.paths: set[str] = set()
         """Paths of segments that windows took in."""
+        self.released: Counter[str] = Counter()
+        """How many windows list each segment no longer, by its path."""
         self.dead_letters: tuple[DeadLetter, ...] = ()
         """Stored together with the changes."""
         self.declares = False

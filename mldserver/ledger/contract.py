@@ -157,7 +157,7 @@ class Segment:
     """A durable Parquet file of rows of one window."""
 
     path: str
-    """Relative to the output folder."""
+    """Relative to the output folder. Several sliding windows list one file, each under its id and bounds."""
     window_id: str
     rows: int
     bytes: int
@@ -253,6 +253,9 @@ class Flush:
     """The stores whose state changes."""
     state_file: StateFile | None = None
     """The file with these changes, needed by exactly these stores; None when no state changes."""
+    every_ms: int | None = None
+    """How often a sliding window begins. Then a segment's window is the last one that has its rows, and the other windows
+    with its rows list the segment too. None: each segment belongs to one window."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,10 +266,10 @@ class FlushResult:
     """Shards that have a newer epoch or another position than ``previous``, or are unknown, and those of stores that are closed
     or have another serial: their rows must be left out."""
     cut_windows: frozenset[str] = frozenset()
-    """Windows of WINDOW segments that are cut already: their rows are late."""
+    """Windows with rows of WINDOW segments that are cut already: these rows are late."""
     expired_windows: frozenset[str] = frozenset()
-    """Windows of RECOMPUTE segments that have no entry, are not retained, or were skipped: their rows go to the late
-    dataset."""
+    """Windows with rows of RECOMPUTE segments that were cut and have no entry any more, are not retained, or were skipped: these
+    rows go to the late dataset."""
     gone_letters: frozenset[str] = frozenset()
     """Redriven letters that are not there any more, or are not wanted: what they gave must be left out."""
 
@@ -440,9 +443,9 @@ class LedgerState:
     """0: ``windows`` is complete. Else it holds only the windows that changed after this version, including those
     published and not retained since. All others are unchanged, or were removed after such a report."""
     segment_bytes: int = field(default=0, compare=False)
-    """Bytes of all segments that windows wait for or retain, including windows missing from ``windows``."""
+    """Bytes of all segments that windows wait for or retain, including windows missing from ``windows``; each file once."""
     open_bytes: int = field(default=0, compare=False)
-    """Bytes of the segments of open windows."""
+    """Bytes of the segments of open windows, each file once."""
     under_way: dict[str, WindowEntry] = field(default_factory=dict, compare=False)
     """All windows that are cut or committed, whatever ``since`` is."""
     time_ms: int | None = field(default=None, compare=False)
@@ -467,7 +470,7 @@ class ShapeChange:
     over: frozenset[str] = frozenset()
     """Published windows whose segments it cannot read: they are not retained any more."""
     window_ms: int | None = None
-    """The size of event-time windows (ms), where they were cut in another way before. The first of them begins at or
+    """The size of event-time windows or panes (ms), where they were cut in another way before. The first of them begins at or
     after the end of every window that has begun: ``cut_below_ms`` rises to there. None: it stays."""
     forget_event_times: bool = False
     """Event time is another column from now on: where the shards' watermarks stood means nothing."""

@@ -32,11 +32,17 @@ from mldserver.ledger.contract import (
     WindowState,
 )
 from mldserver.records import DeadLetter
+from mldserver.windows import overlapping
 
 
 def register(draft: Draft, flush: Flush, now_ms: int) -> FlushResult:
     """Register a flush, or refuse it with every reason; InternalError for what the contract forbids."""
-    refused = {(segment.kind, segment.window_id) for segment in flush.segments if _refuses(draft, segment)}
+    overlap, taken = (
+        flush.every_ms is not None,
+        (each for each in flush.segments if each.kind is not SegmentKind.LATE),
+    )
+    listed = [each for segment in taken for each in _windows_with(segment, flush.every_ms)]
+    refused = {(each.kind, each.window_id) for each in listed if _refuses(draft, each, overlap=overlap)}
     letters = {letter_id: _find(draft, letter_id) for letter_id in flush.redriven}
     result = FlushResult(
         lost_shards=frozenset(_lost_shards(draft, flush)),
@@ -54,16 +60,12 @@ def register(draft: Draft, flush: Flush, now_ms: int) -> FlushResult:
         state_rules.change(draft, flush)
     for update in flush.positions:
         _move(draft, update, now_ms)
+    _note_files(draft, flush.segments)
     by_window: defaultdict[tuple[SegmentKind, str], list[Segment]] = defaultdict(list)
-    for segment in flush.segments:
-        if segment.kind is not SegmentKind.LATE:
-            by_window[segment.kind, segment.window_id].append(segment)
-        elif draft.late.get(segment.path) is None:
-            draft.late.put(segment.path, replace(segment, revision=0))
-        else:
-            raise _bug(f"The segment {segment.path} is registered already.", window=segment.window_id)
+    for each in listed:
+        by_window[each.kind, each.window_id].append(each)
     for (kind, window_id), segments in by_window.items():
-        _add(draft, kind, window_id, segments)
+        _add(draft, kind, window_id, segments, overlap=overlap)
     remove(draft, flush.redriven)
     store(draft, flush.effects.dead_letters)
     totals = draft.totals
@@ -72,6 +74,18 @@ def register(draft: Draft, flush: Flush, now_ms: int) -> FlushResult:
         progress = progress.moved_on(flush.batches)
     draft.totals = replace(totals, clock=max(totals.clock, flush.clock), batch_progress=progress)
     return result
+
+
+def _note_files(draft: Draft, segments: Iterable[Segment]) -> None:
+    """Note the paths of new segments, and store those of the late dataset. Raises InternalError for a path that is known."""
+    for segment in segments:
+        path, is_late = segment.path, segment.kind is SegmentKind.LATE
+        if draft.late.get(path) if is_late else path in draft.book.paths or path in draft.paths:
+            raise _bug(f"The segment {path} is registered already.", window=segment.window_id)
+        if is_late:
+            draft.late.put(path, replace(segment, revision=0))
+        else:
+            draft.paths.add(path)
 
 
 def _lost_shards(draft: Draft, flush: Flush) -> set[str]:
@@ -84,17 +98,30 @@ def _lost_shards(draft: Draft, flush: Flush) -> set[str]:
     return lost
 
 
-def _refuses(draft: Draft, segment: Segment) -> bool:
-    """Whether a segment's window is not, or not any more, what its rows were written for."""
+def _windows_with(segment: Segment, every_ms: int | None) -> tuple[Segment, ...]:
+    """Return a new segment as each window with its rows lists it: as it is, unless windows overlap (``Flush.every_ms``)."""
+    if every_ms is None:
+        return (replace(segment, revision=0) if segment.revision else segment,)
+    assert segment.start_ms is not None
+    assert segment.end_ms is not None, "windows that overlap are windows of time"
+    return tuple(
+        replace(segment, window_id=window_id, start_ms=start_ms, end_ms=end_ms, revision=0)
+        for window_id, start_ms, end_ms in overlapping(segment.start_ms, segment.end_ms, every_ms)
+    )
+
+
+def _refuses(draft: Draft, segment: Segment, *, overlap: bool) -> bool:
+    """Whether a window is not, or not any more, what a segment's rows were written for.
+
+    ``overlap``: rows that are late in one window may be the first ones of another.
+    """
     entry, below = draft.windows.get(segment.window_id), draft.totals.cut_below_ms
-    if segment.kind is SegmentKind.RECOMPUTE:
-        return entry is None or not entry.retained or entry.is_skipped
-    if segment.kind is SegmentKind.LATE:
-        return False
-    # Its own entry says whether it takes rows; without one, what was pruned does.
+    late = segment.kind is SegmentKind.RECOMPUTE
     if entry is not None:
-        return entry.state is not WindowState.OPEN
-    return segment.end_ms is not None and below is not None and segment.end_ms <= below
+        return not entry.retained or entry.is_skipped if late else entry.state is not WindowState.OPEN
+    # Its own entry says whether it takes rows; without one, what was pruned does.
+    pruned = segment.end_ms is not None and below is not None and segment.end_ms <= below
+    return pruned or (late and not overlap)
 
 
 def _move(draft: Draft, update: PositionUpdate, now_ms: int) -> None:
@@ -126,19 +153,16 @@ def _latest(stored: int | None, update: int | None) -> int | None:
     return max(stored, update)
 
 
-def _add(draft: Draft, kind: SegmentKind, window_id: str, segments: list[Segment]) -> None:
-    """Add segments to an open window, which comes into being with its first, or to what waits for a cut one's next revision."""
+def _add(draft: Draft, kind: SegmentKind, window_id: str, segments: list[Segment], *, overlap: bool) -> None:
+    """Add segments to an open window, which begins to exist with its first, or to what waits for a cut one's next revision."""
     entry, first = draft.windows.get(window_id), segments[0]
-    if kind is SegmentKind.WINDOW and entry is None:
+    if entry is None:
         entry = WindowEntry(window_id, WindowState.OPEN, first.start_ms, first.end_ms)
-    assert entry is not None, "a flush with such a segment is refused"
-    if kind is SegmentKind.RECOMPUTE and entry.state is WindowState.OPEN:
+    is_open = entry.state is WindowState.OPEN
+    if kind is SegmentKind.RECOMPUTE and is_open and not overlap:
         what = f"Window {window_id} is open: {first.path} cannot be a segment for a later revision."
         raise _bug(what, window=window_id)
     for segment in segments:
-        if segment.path in draft.book.paths or segment.path in draft.paths:
-            raise _bug(f"The segment {segment.path} is registered already.", window=window_id)
-        draft.paths.add(segment.path)
         if (entry.start_ms, entry.end_ms) != (segment.start_ms, segment.end_ms):
             raise InternalError(
                 f"Window {window_id} has other bounds than those of {segment.path}.",
@@ -146,10 +170,14 @@ def _add(draft: Draft, kind: SegmentKind, window_id: str, segments: list[Segment
                 advice="A changed window size needs another output folder.",
                 window=window_id,
             )
-    fresh = tuple(replace(segment, revision=0) if segment.revision else segment for segment in segments)
-    if kind is SegmentKind.RECOMPUTE:
-        entry = replace(entry, pending=entry.pending + fresh)
+    if not is_open:
+        entry = replace(entry, pending=entry.pending + tuple(segments))
     else:
+        # Rows that are late in another window only are not late in this one.
+        fresh = tuple(
+            replace(each, kind=SegmentKind.WINDOW) if kind is SegmentKind.RECOMPUTE else each
+            for each in segments
+        )
         rows = sum(segment.rows for segment in fresh)
         entry = replace(entry, segments=entry.segments + fresh, rows_in=entry.rows_in + rows)
     draft.windows.put(window_id, entry)

@@ -358,11 +358,16 @@ def published(
 
 
 def _let_go(draft: Draft, entry: WindowEntry) -> tuple[Segment, ...]:
-    """Stop retaining a published window; return its segments. One with segments that wait is left as it is."""
+    """Stop retaining a published window; return its segments that no other window lists.
+
+    A window with segments that wait is left as it is.
+    """
     if entry.pending:
         return ()
     draft.windows.put(entry.window_id, replace(entry, retained=False, segments=()))
-    return entry.segments
+    draft.released.update(segment.path for segment in entry.segments)
+    paths, released = draft.book.paths, draft.released
+    return tuple(segment for segment in entry.segments if released[segment.path] >= paths[segment.path])
 
 
 def expire(draft: Draft, *, published_before_ms: int, keep_bytes: int, limit: int) -> tuple[Segment, ...]:

@@ -4,19 +4,20 @@ Each file of a window costs its reader time, Spark one to four milliseconds, and
 interval has 720 files from each server. So while a window is open each server writes its own small segments a second
 time, many in one file in the same folder. The ledger does not list these files. A joined file names its segments in
 Parquet's metadata, and an attempt that must read all of these reads it instead. If a joined file is missing or
-incomplete, the attempt reads the segments. Joined files are deleted when their window is published.
+incomplete, the attempt reads the segments. Joined files are deleted when their window is published; those of sliding
+windows, which share segments, when the segments are deleted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from mldserver.ledger.contract import Segment
-from mldserver.output.layout import JOINED, SEGMENTS, is_joined
+from mldserver.output.layout import JOINED, is_joined
 from mldserver.output.store import OutputStore
 
 SEGMENTS_PER_FILE: Final = 64
@@ -50,12 +51,12 @@ def join(store: OutputStore, segments: Sequence[str]) -> None:
         raise
 
 
-def to_read(store: OutputStore, window_id: str, segments: Sequence[Segment]) -> dict[str, int]:
+def to_read(store: OutputStore, segments: Sequence[Segment]) -> dict[str, int]:
     """Return the files that hold the rows of these segments, and each one's bytes. Raises OSError."""
     left = {segment.path: segment.bytes for segment in segments}
     if len(left) < SEGMENTS_PER_FILE:
         return left
-    joined = files(store, window_id)
+    joined = files(store, segments)
     found: dict[str, int] = {}
     several = store.for_each(lambda path: _members(store, path), joined)
     for (path, size), members in zip(joined.items(), several, strict=True):
@@ -66,9 +67,11 @@ def to_read(store: OutputStore, window_id: str, segments: Sequence[Segment]) -> 
     return found | left
 
 
-def files(store: OutputStore, window_id: str) -> dict[str, int]:
-    """Return a window's joined files in order, and each one's bytes. Raises OSError."""
-    return {path: size for path, size in sorted(store.files(f"{SEGMENTS}/{window_id}")) if is_joined(path)}
+def files(store: OutputStore, segments: Iterable[Segment]) -> dict[str, int]:
+    """Return the joined files beside these segments in order, and each one's bytes. Raises OSError."""
+    folders = dict.fromkeys(segment.path.rpartition("/")[0] for segment in segments)
+    found = (file for folder in folders for file in sorted(store.files(folder)))
+    return {path: size for path, size in found if is_joined(path)}
 
 
 def _members(store: OutputStore, path: str) -> frozenset[str]:

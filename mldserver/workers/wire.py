@@ -43,7 +43,7 @@ from mldserver.records import Sequence, pack_sequence, unpack_sequence
 from mldserver.runtime.failure_policy import FailurePolicy  # msgspec reads it
 from mldserver.runtime.interface import BatchOutcome, BatchOutline, TimerReport
 from mldserver.stores import KeyRange, SnapshotSource, StateSnapshot, StoreSize, unpack_changes
-from mldserver.windows import Batches, Tumbling
+from mldserver.windows import Batches, TimeWindows
 from mldserver.workers.shared_memory import rows_from, rows_in
 
 
@@ -203,7 +203,7 @@ class HandlerLoaded(Message, frozen=True):
     concurrency: int
     schema: str | None
     """The schema as DDL."""
-    tumbling: Tumbling | None
+    time_windows: TimeWindows | None
     batches: Batches | None
     warnings: tuple[Finding, ...]
     version: str = ""
@@ -312,7 +312,7 @@ def loaded_of(spec: HandlerSpec) -> HandlerLoaded:
         dict(spec.hooks),
         spec.concurrency,
         None if spec.schema is None else spec.schema.ddl,
-        windows if isinstance(windows, Tumbling) else None,
+        windows if isinstance(windows, TimeWindows) else None,
         windows if isinstance(windows, Batches) else None,
         spec.warnings,
         spec.version,
@@ -333,7 +333,7 @@ def spec_of(handler: str, loaded: HandlerLoaded) -> HandlerSpec:
         record_hook=loaded.record_hook,
         hooks=loaded.hooks,
         schema=None if loaded.schema is None else parse_schema(loaded.schema),
-        windows=loaded.tumbling or loaded.batches,
+        windows=loaded.time_windows or loaded.batches,
         warnings=loaded.warnings,
         concurrency=loaded.concurrency,
         version=loaded.version,

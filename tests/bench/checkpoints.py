@@ -22,7 +22,7 @@ from mldserver.coordinator.core.open_windows import CoordinatorRules
 from mldserver.coordinator.shards import IntakeSession
 from mldserver.records import Sequence
 from mldserver.testing import LocalEngine
-from mldserver.windows import Tumbling
+from mldserver.windows import TimeWindows
 
 __all__ = ["measure"]
 
@@ -41,7 +41,7 @@ def measure(seconds: int, folder: Path) -> dict[str, float]:
 
 
 async def _play(seconds: int, folder: Path, clock: LoopClock) -> dict[str, float]:
-    spec = Tumbling(HOUR_MS, on="scheduled")
+    spec = TimeWindows(HOUR_MS, on="scheduled")
     rules = CoordinatorRules(on_arrival=False)
     engine = LocalEngine(clock=clock)
     lags: list[float] = []

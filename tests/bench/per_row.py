@@ -14,11 +14,11 @@ from bench.rounds import timed
 from mldserver.coordinator.core.flush import buffered, plan
 from mldserver.ledger.contract import BatchProgress, SegmentKind
 from mldserver.output.store import OutputStore
-from mldserver.windows import Tumbling
+from mldserver.windows import TimeWindows
 
 __all__ = ["measure"]
 
-SPEC = Tumbling(HOUR_MS, on="scheduled")
+SPEC = TimeWindows(HOUR_MS, on="scheduled")
 
 
 def merge(delivered: list[Delivered]) -> pa.Table:

@@ -23,7 +23,7 @@ from mldserver.output.layout import LEDGER, segment_path
 from mldserver.output.owner import FolderClaim
 from mldserver.output.store import OutputStore
 from mldserver.testing import LocalEngine
-from mldserver.windows import Tumbling, tumbling_id
+from mldserver.windows import TimeWindows, time_window_id
 
 __all__ = ["measure"]
 
@@ -63,7 +63,7 @@ def _fill(windows: int, out: Path) -> None:
 
 def _segment(number: int, out: Path) -> Segment:
     start_ms = _FIRST_MS + 1000 * number
-    window_id = tumbling_id(start_ms)
+    window_id = time_window_id(start_ms)
     path = segment_path(window_id, number, "u", kind=SegmentKind.WINDOW, tag="0" * 16, shape="0" * 12)
     (out / path).parent.mkdir(parents=True)
     (out / path).touch()
@@ -78,7 +78,7 @@ async def _live(out: Path) -> dict[str, float]:
         began = time.perf_counter()
         async with living(
             out,
-            spec=Tumbling(1000, on="scheduled"),
+            spec=TimeWindows(1000, on="scheduled"),
             rules=rules,
             engine=engine,
             clock=SystemClock(),

@@ -27,7 +27,7 @@ from mldserver.engine_jobs import WindowJob
 from mldserver.jobs.engine import Engine
 from mldserver.output.manifest import current_files
 from mldserver.output.store import OutputStore
-from mldserver.windows import Tumbling, Window
+from mldserver.windows import TimeWindows, Window
 
 __all__ = ["ROWS_A_WINDOW", "measure"]
 
@@ -96,7 +96,7 @@ async def _round(engine: Engine, windows: int, out: str, home: Path) -> float:
     async with living(
         out,
         home=home,
-        spec=Tumbling(HOUR_MS // windows, on="scheduled"),
+        spec=TimeWindows(HOUR_MS // windows, on="scheduled"),
         rules=_RULES,
         engine=engine,
         clock=SystemClock(),

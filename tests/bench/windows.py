@@ -39,13 +39,13 @@ from mldserver.ledger.contract import Segment, SegmentKind
 from mldserver.output import joined
 from mldserver.output.layout import segment_path
 from mldserver.output.store import OutputStore
-from mldserver.windows import Tumbling, as_window, tumbling_id
+from mldserver.windows import TimeWindows, as_window, time_window_id
 
 __all__ = ["Measured", "measure", "measure_segments"]
 
-SPEC = Tumbling(HOUR_MS, on="scheduled")
+SPEC = TimeWindows(HOUR_MS, on="scheduled")
 RULES = CoordinatorRules(on_arrival=False, settle_time_ms=0)
-ID = tumbling_id(START_MS)
+ID = time_window_id(START_MS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +125,7 @@ class Bench:
         small = [segment.path for segment in written if segment.bytes <= joined.SMALL_BYTES]
         for place in range(0, len(small) - joined.SEGMENTS_PER_FILE + 1, joined.SEGMENTS_PER_FILE):
             joined.join(store, small[place : place + joined.SEGMENTS_PER_FILE])
-        return [self._folder / path for path in joined.to_read(store, window, written)]
+        return [self._folder / path for path in joined.to_read(store, written)]
 
     async def job(self, segments: Sequence[Path], window_id: str = ID) -> float:
         """Return the seconds that the engine takes for segments that are ready; for BARE those of the bare job, on Spark."""

@@ -23,7 +23,7 @@ from mldserver.runtime.inline import InlineRuntime
 from mldserver.runtime.interface import BatchOutcome, Delivery, Records
 from mldserver.runtime.state_values import decode_state
 from mldserver.stores import ALL_KEYS, KeyRange, StoreClaim, hash_of, key_bytes
-from mldserver.windows import Tumbling
+from mldserver.windows import TimeWindows
 
 MIDDLE = 1 << 127
 LOW, HIGH = KeyRange(0, MIDDLE - 1), KeyRange(MIDDLE, ALL_KEYS.last)
@@ -40,7 +40,7 @@ class Counting:
     """Counts the records of each key. A bad one fails until it is healed."""
 
     schema = "key STRING, n BIGINT"
-    windows = Tumbling(10_000)
+    windows = TimeWindows(10_000)
     healed: ClassVar[bool] = False
 
     def process_record(self, record: Record, ctx: Any) -> tuple[str, int]:

@@ -10,6 +10,7 @@ import random
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,7 @@ from mldserver.output.owner import FolderClaim
 from mldserver.output.store import OutputStore
 from mldserver.records import Sequence
 from mldserver.testing import LocalEngine, VirtualClock
-from mldserver.windows import Tumbling, WindowSpec
+from mldserver.windows import TimeWindows, WindowSpec, do_overlap
 
 Records = list[tuple[int, int]]
 
@@ -180,10 +181,14 @@ class Pipeline:
         self.ask_stream = ask_stream
         self.keyed = keyed
         self.out = out
-        self.spec = None if without_rows else spec or Tumbling(10_000)
+        self.spec = None if without_rows else spec or TimeWindows(10_000)
+        self.overlap = do_overlap(self.spec)
         self.columns: tuple[Column, ...] = ()
         self.rules = replace(
-            rules, late="recompute" if recompute else "separate", recompute_delay_ms=delay_ms
+            rules,
+            late="recompute" if recompute else "separate",
+            recompute_delay_ms=delay_ms,
+            overlap=self.overlap,
         )
         self.policy = policy or WindowSettings(window_concurrency=1)
         self.retry_seconds = retry_seconds
@@ -222,6 +227,7 @@ class Pipeline:
                 retain=self.recompute or self.keeps,
                 freed=lambda freed: self.coordinator.freed(freed),  # noqa: PLW0108  # made below
                 predecessors=self.predecessors,
+                overlap=self.overlap,
             )
             retrying: dict[str, Any] = {
                 "random": random.Random(0).random,
@@ -306,6 +312,26 @@ class Pipeline:
             ]
             for folder in sorted(self.out.glob("window=*"))
         }
+
+    def window_rows(self) -> list[dict[str, Any]]:
+        """Return the rows that readers see of windows; of those in several sliding windows one each, if all of these have it."""
+        if not self.overlap:
+            return self.rows("window=*/*.parquet")
+        assert isinstance(self.spec, TimeWindows)
+        copies: dict[int, list[dict[str, Any]]] = {}
+        starts: dict[int, list[int]] = {}
+        for folder in sorted(self.out.glob("window=*")):
+            at = datetime.strptime(folder.name, "window=%Y-%m-%dT%H-%M-%SZ").replace(tzinfo=UTC)
+            for row in self.rows(f"{folder.name}/*.parquet"):
+                row.pop("window", None)  # pyarrow reads it from the folder's name
+                copies.setdefault(row["_clock"], []).append(row)
+                starts.setdefault(row["_clock"], []).append(round(at.timestamp() * 1000))
+        for clock, rows in copies.items():
+            assert all(row == rows[0] for row in rows)
+            ms = round(rows[0]["at"].timestamp() * 1000)
+            candidates = range(-100_000, ms + 1, self.spec.pane_ms)
+            assert starts[clock] == [start for start in candidates if start <= ms < start + self.spec.size_ms]
+        return [rows[0] for rows in copies.values()]
 
     def late(self) -> list[int]:
         return [row["value"] for row in self.late_rows()]
@@ -432,7 +458,7 @@ class Daemon:
 
     def assert_exactly_once(self, pipeline: Pipeline) -> None:
         """Published windows, late rows and dead letters together are the stream, each record once and in order."""
-        rows = pipeline.rows("window=*/*.parquet") + pipeline.late_rows()
+        rows = pipeline.window_rows() + pipeline.late_rows()
         letters = pipeline.stored_dead_letters()
         found = Counter((row["_shard"], int(row["_sequence"])) for row in rows)
         found.update((shard, sequence.number) for shard, sequence in letters)

@@ -22,7 +22,7 @@ from mldserver.jobs.published import PublishedWindows
 from mldserver.ledger.contract import WindowEntry, WindowState
 from mldserver.output.store import OutputStore
 from mldserver.testing import LocalEngine, VirtualClock
-from mldserver.windows import Tumbling, tumbling_id
+from mldserver.windows import TimeWindows, time_window_id
 
 pytestmark = pytest.mark.quick
 
@@ -41,7 +41,7 @@ class House:
     published: dict[str, PublishedWindows] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        common: dict[str, Any] = {"spec": Tumbling(SIZE_MS), "clock": self.clock}
+        common: dict[str, Any] = {"spec": TimeWindows(SIZE_MS), "clock": self.clock}
         self.payments = Pipeline(self.root / "payments", **common)
         self.orders = Pipeline(self.root / "orders", engine=lambda: LocalEngine(self.join), **common)
         self.payments.faults = self.orders.faults = self.faults
@@ -131,7 +131,7 @@ async def test_windows_join_all_windows_of_the_other_function_up_to_their_end_wh
     assert found == EXPECTED
     waited = {event["window"] for event in named(logged, "window.waiting")}
     if lags == "payments":
-        assert waited >= {tumbling_id(0), tumbling_id(SIZE_MS)}
+        assert waited >= {time_window_id(0), time_window_id(SIZE_MS)}
 
 
 async def test_wherever_the_server_dies_each_window_joins_once_and_completely(
@@ -164,7 +164,8 @@ async def test_windows_wait_for_a_function_that_does_not_run_and_say_so(tmp_path
         assert (house.orders.published(), runner.trouble) == ({}, None)
         await house.clock.advance(60)
         assert (
-            runner.trouble == f"window {tumbling_id(0)} waits for the function payments, which does not run"
+            runner.trouble
+            == f"window {time_window_id(0)} waits for the function payments, which does not run"
         )
         async with house.payments.life():
             house.run_payments()
@@ -200,7 +201,7 @@ async def test_a_window_that_was_set_aside_is_not_waited_for(tmp_path: Path) -> 
         until = house.payments.coordinator.published_until_ms
         assert until() == 9999
         await house.clock.advance(20)
-        assert house.payments.state().windows[tumbling_id(0)].state is WindowState.SET_ASIDE
+        assert house.payments.state().windows[time_window_id(0)].state is WindowState.SET_ASIDE
         assert until() >= 45_000
 
 

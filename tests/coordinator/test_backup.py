@@ -28,11 +28,11 @@ from mldserver.output.layout import LEDGER, QUARANTINE
 from mldserver.output.store import OutputStore
 from mldserver.records import Sequence
 from mldserver.stores import ALL_KEYS, StoreClaim
-from mldserver.windows import tumbling_id
+from mldserver.windows import time_window_id
 
 pytestmark = pytest.mark.quick
 
-FIRST, SECOND, THIRD = (tumbling_id(start) for start in (0, 10_000, 20_000))
+FIRST, SECOND, THIRD = (time_window_id(start) for start in (0, 10_000, 20_000))
 
 
 @pytest.fixture(autouse=True)

@@ -20,7 +20,7 @@ from mldserver.coordinator.shards import IntakeSession
 from mldserver.errors import WindowFailed
 from mldserver.output.layout import SEGMENTS
 from mldserver.testing import LocalEngine
-from mldserver.windows import Tumbling
+from mldserver.windows import TimeWindows
 
 BUFFER = 512 << 10
 DISK = 2 << 20
@@ -101,7 +101,7 @@ def no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def catching(out: Path, *, batches: int, **fields: Any) -> Catching:
     rules = replace(RULES, flush_bytes=4 * BUFFER, buffer_bytes=BUFFER, segment_disk_bytes=DISK)
-    pipeline = Pipeline(out, spec=Tumbling(WINDOW_MS), rules=rules, **fields)
+    pipeline = Pipeline(out, spec=TimeWindows(WINDOW_MS), rules=rules, **fields)
     caught = Catching(pipeline, batches)
     deleted, written = pipeline.faults.before, pipeline.faults.done
 

@@ -15,10 +15,10 @@ from mldserver.coordinator.shards import IntakeSession
 from mldserver.errors import LedgerError
 from mldserver.ledger.contract import ServerState, WindowEntry, WindowState
 from mldserver.testing import VirtualClock
-from mldserver.windows import Batches, Tumbling, tumbling_id
+from mldserver.windows import Batches, TimeWindows, time_window_id
 
 HOUR = 3600
-W = [tumbling_id(start) for start in range(0, 100_000, 10_000)]
+W = [time_window_id(start) for start in range(0, 100_000, 10_000)]
 
 
 class HostClock(VirtualClock):
@@ -256,7 +256,7 @@ async def test_a_server_that_cannot_beat_is_not_idle_for_the_others(
 ) -> None:
     """Its shards bring rows that it cannot store: until it is expired, and read elsewhere, their windows stay open."""
     rules = replace(QUICK, server_timeout_ms=8000, on_arrival=False, idle_time_ms=3000)
-    one, other = hosts(tmp_path, rules=rules, spec=Tumbling(10_000, on="at"))
+    one, other = hosts(tmp_path, rules=rules, spec=TimeWindows(10_000, on="at"))
     async with one.life():
         async with other.life():
             await one.clock.advance(2)

@@ -12,12 +12,12 @@ from coordinator.pipeline import RULES, Pipeline, fail, missing
 
 from mldserver.ledger.contract import batch_id
 from mldserver.records import Sequence
-from mldserver.windows import batches, tumbling_id
+from mldserver.windows import batches, time_window_id
 
 pytestmark = pytest.mark.quick
 
 S = Sequence
-W = [tumbling_id(start) for start in range(0, 100_000, 10_000)]
+W = [time_window_id(start) for start in range(0, 100_000, 10_000)]
 
 
 # Positions and checkpoints.

@@ -14,10 +14,10 @@ from coordinator.pipeline import RULES, Pipeline, fail, named
 
 from mldserver.errors import LedgerError
 from mldserver.records import Sequence
-from mldserver.windows import Tumbling, tumbling_id
+from mldserver.windows import TimeWindows, time_window_id
 
 S = Sequence
-W = [tumbling_id(start) for start in range(0, 100_000, 10_000)]
+W = [time_window_id(start) for start in range(0, 100_000, 10_000)]
 
 
 async def test_a_shard_that_is_ahead_is_held_back_and_released_when_there_is_room(
@@ -214,7 +214,7 @@ async def test_a_busy_shard_whose_records_give_no_rows_holds_nobody_for_good_whe
     tmp_path: Path, gave: bool
 ) -> None:
     rules = replace(RULES, segment_disk_bytes=1, flush_bytes=1, on_arrival=False)
-    pipeline = Pipeline(tmp_path, spec=Tumbling(10_000, on="at"), rules=rules)
+    pipeline = Pipeline(tmp_path, spec=TimeWindows(10_000, on="at"), rules=rules)
 
     def row(now_ms: int) -> dict[str, Any]:
         return {"at": pa.array([now_ms], pa.timestamp("ms", tz="UTC"))}

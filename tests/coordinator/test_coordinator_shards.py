@@ -13,12 +13,12 @@ from coordinator.pipeline import RULES, Pipeline, fail, listed, missing, named
 from mldserver.consumer.intake import ShardOpening
 from mldserver.errors import GapRefused, LedgerError, PeerError
 from mldserver.records import Sequence
-from mldserver.windows import tumbling_id
+from mldserver.windows import time_window_id
 
 pytestmark = pytest.mark.quick
 
 S = Sequence
-W = [tumbling_id(start) for start in range(0, 100_000, 10_000)]
+W = [time_window_id(start) for start in range(0, 100_000, 10_000)]
 
 
 # Opening.

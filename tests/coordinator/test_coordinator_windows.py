@@ -14,12 +14,12 @@ from coordinator.pipeline import RULES, Pipeline, listed, missing, named
 from mldserver.coordinator.shards import IntakeSession
 from mldserver.output.layout import is_joined
 from mldserver.records import Sequence
-from mldserver.windows import Tumbling, tumbling_id
+from mldserver.windows import TimeWindows, time_window_id
 
 pytestmark = pytest.mark.quick
 
 S = Sequence
-W = [tumbling_id(start) for start in range(0, 100_000, 10_000)]
+W = [time_window_id(start) for start in range(0, 100_000, 10_000)]
 
 
 async def test_a_missing_shard_holds_the_windows_is_told_and_is_left_out_after_the_limit(
@@ -137,7 +137,7 @@ async def test_a_stream_cut_on_a_column_closes_its_windows_when_it_is_quiet(
         return {"value": pa.array([value]), "at": pa.array([1000 * value], pa.timestamp("ms"))}
 
     rules = replace(RULES, on_arrival=False)
-    pipeline = Pipeline(tmp_path, spec=Tumbling(10_000, "at"), rules=rules)
+    pipeline = Pipeline(tmp_path, spec=TimeWindows(10_000, "at"), rules=rules)
     async with pipeline.life():
         session = await pipeline.open("a")
         await pipeline.give(session, [(1, 1)], columns=at(3))
@@ -152,7 +152,7 @@ async def test_a_stream_cut_on_a_column_closes_its_windows_when_it_is_quiet(
 
 
 async def test_lateness_keeps_windows_open(tmp_path: Path) -> None:
-    pipeline = Pipeline(tmp_path, spec=Tumbling(10_000, lateness_ms=5000))
+    pipeline = Pipeline(tmp_path, spec=TimeWindows(10_000, lateness_ms=5000))
     async with pipeline.life():
         session = await pipeline.open("a")
         await pipeline.give(session, [(1, 1000), (2, 14_999)], lag_ms=1)
@@ -228,7 +228,7 @@ async def test_a_watermark_is_stuck_too_where_shards_wait_for_disk_though_no_win
     tmp_path: Path,
 ) -> None:
     rules = replace(RULES, segment_disk_bytes=1, flush_bytes=1)
-    pipeline = Pipeline(tmp_path, spec=Tumbling(3_600_000), rules=rules)
+    pipeline = Pipeline(tmp_path, spec=TimeWindows(3_600_000), rules=rules)
     async with pipeline.life() as coordinator, asyncio.TaskGroup() as group:
         hung, there = await pipeline.open("hung"), await pipeline.open("there")
         began_ms = pipeline.clock.now_ms()
@@ -247,7 +247,7 @@ async def test_a_stream_that_is_idle_is_never_stuck_and_neither_is_one_whose_win
     for size_ms, lag_ms in ((10_000, 0), (10**9, 5)):
         pipeline = Pipeline(
             tmp_path / str(size_ms),
-            spec=Tumbling(size_ms, on="at"),
+            spec=TimeWindows(size_ms, on="at"),
             rules=replace(RULES, on_arrival=False, quiet_time_ms=10**9),
         )
         async with pipeline.life() as coordinator:

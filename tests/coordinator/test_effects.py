@@ -19,7 +19,7 @@ from mldserver.effects import NOTHING, EffectKind, Effects
 from mldserver.ledger import row_rules
 from mldserver.ledger.book import Draft
 from mldserver.ledger.contract import Flush, FlushResult
-from mldserver.windows import Tumbling
+from mldserver.windows import TimeWindows
 from mldserver.workers import wire
 
 pytestmark = [pytest.mark.quick, pytest.mark.core]
@@ -83,7 +83,7 @@ async def test_a_new_kind_changes_three_files(tmp_path: Path, monkeypatch: pytes
         )
         return wire.outcome_of(done, [])
 
-    writing = await Writing.begin(tmp_path, Tumbling(10_000))
+    writing = await Writing.begin(tmp_path, TimeWindows(10_000))
     shard = await writing.ledger.open_shard("a")
     batch = wire.joined([crossed([(1, 1000)], marks=(7, 8)), crossed([(2, 2000)], marks=(9,))])
     buffered = flush.buffered("a", shard.epoch, batch, floor_ms=None, spec=writing.spec)

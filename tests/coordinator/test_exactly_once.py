@@ -14,7 +14,7 @@ import pytest
 from coordinator.pipeline import Crash, Daemon, Faults, Pipeline
 
 from mldserver.errors import LedgerError
-from mldserver.windows import Tumbling, WindowSpec, batches
+from mldserver.windows import TimeWindows, WindowSpec, batches
 
 pytestmark = pytest.mark.usefixtures("joins_early")
 
@@ -28,10 +28,12 @@ class Case(NamedTuple):
 
 
 CASES = {
-    "recompute": Case(Tumbling(10_000, "at"), recompute=True),
-    "separate": Case(Tumbling(10_000, "at"), recompute=False),
-    "side tables": Case(Tumbling(10_000, "at"), recompute=False, side_tables=True),
-    "arrival": Case(Tumbling(10_000), recompute=True),
+    "recompute": Case(TimeWindows(10_000, "at"), recompute=True),
+    "separate": Case(TimeWindows(10_000, "at"), recompute=False),
+    "side tables": Case(TimeWindows(10_000, "at"), recompute=False, side_tables=True),
+    "sliding": Case(TimeWindows(8_000, "at", every_ms=2_000), recompute=True),
+    "sliding beside": Case(TimeWindows(8_000, "at", every_ms=2_000), recompute=False),
+    "arrival": Case(TimeWindows(10_000), recompute=True),
     "batches": Case(batches(max_rows=4, max_age="2 s"), recompute=True),
 }
 
@@ -45,7 +47,9 @@ every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 every_case_in_long = pytest.mark.parametrize(
     "case",
     [
-        pytest.param(case, id=name, marks=() if name in {"recompute", "side tables"} else pytest.mark.long)
+        pytest.param(
+            case, id=name, marks=() if name in {"recompute", "side tables", "sliding"} else pytest.mark.long
+        )
         for name, case in CASES.items()
     ],
 )
@@ -103,7 +107,7 @@ async def test_a_stream_with_a_split_comes_out_exactly_once(tmp_path: Path, case
         *("write", "rename", "delete"),
         *(("late_published",) if not case.recompute else ()),
     }
-    if case.spec == Tumbling(10_000, "at"):
+    if isinstance(case.spec, TimeWindows) and case.spec.on:
         again = {entry.window_id for entry in pipeline.state().windows.values() if entry.revision > 1}
         assert bool(again) == case.recompute != bool(pipeline.late())
 

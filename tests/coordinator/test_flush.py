@@ -21,11 +21,11 @@ from mldserver.coordinator.core.open_windows import WindowKey
 from mldserver.effects import NOTHING, Effects
 from mldserver.ledger.contract import BatchProgress, PositionUpdate, SegmentKind, batch_id
 from mldserver.records import Sequence
-from mldserver.windows import Batches, Tumbling, WindowSpec, tumbling_id
+from mldserver.windows import Batches, TimeWindows, WindowSpec, time_window_id
 
 pytestmark = [pytest.mark.quick, pytest.mark.core]
 
-SPEC = Tumbling(1000)
+SPEC = TimeWindows(1000)
 S = Sequence
 
 
@@ -115,7 +115,7 @@ def test_event_times_come_from_the_column_in_any_unit(unit: str, zone: str | Non
     if zone:
         column = column.cast(pa.timestamp(unit, tz=zone))
     result = outcome("a", [(1, 10), (2, 20)], columns={"at": column})
-    batch = buffered("a", 1, result, floor_ms=None, spec=Tumbling(1000, "at"))
+    batch = buffered("a", 1, result, floor_ms=None, spec=TimeWindows(1000, "at"))
     assert batch.event_ms.tolist() == [-2000, 1_356_998_400_000]
     assert batch.latest_event_ms == 1_356_998_400_000
     assert batch.effects.rows.column("_time").to_pylist() == [10, 20]
@@ -124,13 +124,13 @@ def test_event_times_come_from_the_column_in_any_unit(unit: str, zone: str | Non
 def test_event_times_before_1970_are_rounded_down() -> None:
     column = pa.array([-1, -1000, 999], pa.timestamp("us"))
     result = outcome("a", [(1, 1), (2, 2), (3, 3)], columns={"at": column})
-    batch = buffered("a", 1, result, floor_ms=None, spec=Tumbling(1000, "at"))
+    batch = buffered("a", 1, result, floor_ms=None, spec=TimeWindows(1000, "at"))
     assert batch.event_ms.tolist() == [-1, -1, 0]
 
 
 def test_cut_on_a_column_records_without_rows_show_no_event_time() -> None:
     result = outcome("a", [(1, 10)], rows=[])
-    batch = buffered("a", 1, result, floor_ms=None, spec=Tumbling(1000, "at"))
+    batch = buffered("a", 1, result, floor_ms=None, spec=TimeWindows(1000, "at"))
     assert (batch.effective_ms, batch.latest_event_ms) == (10, None)
 
 
@@ -147,11 +147,11 @@ def test_rows_that_run_further_ahead_than_they_may_say_nothing_of_how_far_the_sh
     records = [(number, NOON + number) for number in (1, 2, 3)]
     at = pa.array([ms + ahead for (_, ms), ahead in zip(records, ahead_ms, strict=True)], pa.timestamp("ms"))
     result = outcome("a", records, columns={"at": at})
-    batch = buffered("a", 1, result, floor_ms=None, spec=Tumbling(1000, "at"), max_ahead_ms=100)
+    batch = buffered("a", 1, result, floor_ms=None, spec=TimeWindows(1000, "at"), max_ahead_ms=100)
     assert batch.latest_event_ms == latest
     assert batch.event_ms.tolist() == at.cast("int64").to_pylist(), "they are kept, in their own windows"
     assert batch.ahead == (Ahead(rows, "2", ahead_ms[1]) if rows else None)
-    freely = buffered("a", 1, result, floor_ms=None, spec=Tumbling(1000, "at"))
+    freely = buffered("a", 1, result, floor_ms=None, spec=TimeWindows(1000, "at"))
     assert (freely.ahead, freely.latest_event_ms) == (None, max(batch.event_ms))
 
 
@@ -165,7 +165,7 @@ def test_ahead_is_what_is_after_the_effective_arrival_and_the_record_is_named_in
         1,
         type(result)(result.outline, Effects(rows)),
         floor_ms=None,
-        spec=Tumbling(1000, "at"),
+        spec=TimeWindows(1000, "at"),
         max_ahead_ms=400,
     )
     assert batch.ahead == Ahead(1, "2/3", 500)
@@ -187,7 +187,7 @@ def test_a_handler_without_rows_moves_positions_only() -> None:
 
 def test_rows_are_merged_by_effective_time_and_numbered_by_the_clock() -> None:
     flush = planned(take("a", [(1, 10), (2, 30)]), take("b", [(7, 20), (8, 30)]), clock=100)
-    assert rows(flush) == {tumbling_id(0): [(10, 100, 1), (20, 101, 7), (30, 102, 2), (30, 103, 8)]}
+    assert rows(flush) == {time_window_id(0): [(10, 100, 1), (20, 101, 7), (30, 102, 2), (30, 103, 8)]}
     assert flush.clock == 104
     assert flush.rows == 4
 
@@ -195,9 +195,9 @@ def test_rows_are_merged_by_effective_time_and_numbered_by_the_clock() -> None:
 def test_each_window_is_one_file_in_merge_order() -> None:
     flush = planned(take("a", [(1, 10), (2, 1500)]), take("b", [(7, 1200), (8, 2500)]))
     assert rows(flush) == {
-        tumbling_id(0): [(10, 0, 1)],
-        tumbling_id(1000): [(1200, 1, 7), (1500, 2, 2)],
-        tumbling_id(2000): [(2500, 3, 8)],
+        time_window_id(0): [(10, 0, 1)],
+        time_window_id(1000): [(1200, 1, 7), (1500, 2, 2)],
+        time_window_id(2000): [(2500, 3, 8)],
     }
 
 
@@ -212,7 +212,7 @@ def test_batches_that_are_in_order_over_several_windows_stay_so() -> None:
 
 
 def test_event_times_of_a_column_go_with_their_rows_through_the_merge() -> None:
-    spec = Tumbling(1000, "at")
+    spec = TimeWindows(1000, "at")
 
     def on_column(shard: str, *records: tuple[int, int, int]) -> BufferedBatch:
         column = pa.array([event for _, _, event in records], pa.timestamp("ms"))
@@ -220,7 +220,7 @@ def test_event_times_of_a_column_go_with_their_rows_through_the_merge() -> None:
         return buffered(shard, 1, result, floor_ms=None, spec=spec)
 
     flush = planned(on_column("a", (1, 30, 100), (2, 40, 5100)), on_column("b", (7, 20, 5200)), spec=spec)
-    assert rows(flush) == {tumbling_id(0): [(30, 1, 1)], tumbling_id(5000): [(20, 0, 7), (40, 2, 2)]}
+    assert rows(flush) == {time_window_id(0): [(30, 1, 1)], time_window_id(5000): [(20, 0, 7), (40, 2, 2)]}
 
 
 def test_each_windows_rows_are_told_what_they_are_for() -> None:
@@ -291,7 +291,7 @@ def test_dead_letters_are_stored_in_the_order_of_their_batches() -> None:
 @given(
     st.lists(st.tuples(st.sampled_from("abc"), st.lists(st.integers(0, 4000), max_size=5)), max_size=10),
     st.integers(0, 10**6),
-    st.sampled_from([Tumbling(1000), Batches(3, 1000)]),
+    st.sampled_from([TimeWindows(1000), Batches(3, 1000)]),
 )
 def test_a_plan_loses_no_row_and_keeps_the_total_order(
     deliveries: list[tuple[str, list[int]]], clock: int, spec: WindowSpec
@@ -320,7 +320,7 @@ def test_a_plan_loses_no_row_and_keeps_the_total_order(
         inside = [(row["_time"], row["_clock"]) for row in file.rows.to_pylist()]
         assert inside == sorted(inside) != []
         assert len(file) == len(inside)
-        if isinstance(spec, Tumbling):
+        if isinstance(spec, TimeWindows):
             assert all(file.key.start_ms <= ms < file.key.end_ms for ms, _ in inside)
         else:
             assert len(inside) <= spec.max_rows

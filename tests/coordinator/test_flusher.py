@@ -18,14 +18,14 @@ from mldserver.coordinator.core.flush import BufferedBatch, WindowRows, plan
 from mldserver.errors import LedgerError
 from mldserver.ledger.contract import BatchProgress, BatchStep, Flush, Segment, batch_id
 from mldserver.records import Sequence
-from mldserver.windows import Tumbling, batches
+from mldserver.windows import TimeWindows, batches
 
 pytestmark = pytest.mark.quick
 
 
 @pytest.fixture
 async def writing(tmp_path: Path) -> AsyncIterator[Writing]:
-    made = await Writing.begin(tmp_path, Tumbling(10_000))
+    made = await Writing.begin(tmp_path, TimeWindows(10_000))
     yield made
     made.ledger.store.close()
 

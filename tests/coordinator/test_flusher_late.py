@@ -23,14 +23,14 @@ from mldserver.ledger.contract import (
     batch_id,
 )
 from mldserver.records import Sequence
-from mldserver.windows import Tumbling, batches
+from mldserver.windows import TimeWindows, batches
 
 pytestmark = pytest.mark.quick
 
 
 @pytest.fixture
 async def again(tmp_path: Path) -> AsyncIterator[Writing]:
-    made = await Writing.begin(tmp_path, Tumbling(10_000), recompute=True)
+    made = await Writing.begin(tmp_path, TimeWindows(10_000), recompute=True)
     yield made
     made.ledger.store.close()
 

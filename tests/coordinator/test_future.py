@@ -15,7 +15,7 @@ from mldserver.coordinator.core.open_windows import MOST_AHEAD
 from mldserver.coordinator.shards import IntakeSession
 from mldserver.records import Sequence
 from mldserver.testing import VirtualClock
-from mldserver.windows import Tumbling, tumbling_id
+from mldserver.windows import TimeWindows, time_window_id
 
 YEAR_2096 = 4_000_000_000_000
 
@@ -36,7 +36,7 @@ FUTURE = replace(RULES, retention_ms=60_000, on_arrival=False)
 
 def a_pipeline(out: Path, **changes: Any) -> Pipeline:
     rules = replace(FUTURE, **changes)
-    return Pipeline(out, spec=Tumbling(10_000, on="at"), rules=rules, clock=VirtualClock(1_000_000))
+    return Pipeline(out, spec=TimeWindows(10_000, on="at"), rules=rules, clock=VirtualClock(1_000_000))
 
 
 async def test_it_makes_no_other_row_late_not_over_restarts_either(
@@ -57,7 +57,7 @@ async def test_it_makes_no_other_row_late_not_over_restarts_either(
         event_ms = pipeline.state().shards["a"].event_ms
         assert event_ms is not None
         assert event_ms <= pipeline.clock.now_ms()
-        assert pipeline.state().windows[tumbling_id(YEAR_2096)].segments, "it is kept in its own window"
+        assert pipeline.state().windows[time_window_id(YEAR_2096)].segments, "it is kept in its own window"
     told = named(logged, "row.ahead")
     assert [(each["shard"], each["rows"]) for each in told] == [("a", 1)] * 3
     assert told[0]["sequence"] == "6"
@@ -90,7 +90,7 @@ async def test_windows_that_are_ahead_are_no_more_than_a_bound_and_what_is_beyon
     async with pipeline.life() as coordinator:
         a = await pipeline.open("a")
         now_ms = pipeline.clock.now_ms()
-        near = tumbling_id(now_ms + 400_000)
+        near = time_window_id(now_ms + 400_000)
         await give(pipeline, a, 1, now_ms + 400_000)
         for number in range(2, 252):
             await give(pipeline, a, number, YEAR_2096 + number * 10_000)
@@ -102,7 +102,9 @@ async def test_windows_that_are_ahead_are_no_more_than_a_bound_and_what_is_beyon
         await give(pipeline, a, 252, YEAR_2096 + 2 * 10_000)
         for _ in range(5):  # late files become visible one by one
             await pipeline.cycle()
-        assert pipeline.state().windows[tumbling_id(YEAR_2096 + 20_000)].rows_in == 2, "it was there before"
+        assert pipeline.state().windows[time_window_id(YEAR_2096 + 20_000)].rows_in == 2, (
+            "it was there before"
+        )
         assert sorted(pipeline.late()) == list(range(2 + MOST_AHEAD, 252))
 
 
@@ -139,8 +141,8 @@ async def test_while_others_only_say_what_is_ahead_normal_windows_close_when_the
         for number in range(2, 62):
             await give(pipeline, a, number, YEAR_2096 + number)
             await pipeline.cycle()
-        assert pipeline.published()[tumbling_id(1_000_000)] == [1]
-        assert pipeline.state().windows[tumbling_id(YEAR_2096)].revision == 1
+        assert pipeline.published()[time_window_id(1_000_000)] == [1]
+        assert pipeline.state().windows[time_window_id(YEAR_2096)].revision == 1
         assert not coordinator.status().stuck
 
 
@@ -151,19 +153,19 @@ async def test_where_any_row_may_run_ahead_it_closes_what_is_before_it(tmp_path:
         await give(pipeline, a, 1, 1_000_000)
         await give(pipeline, a, 2, YEAR_2096)
         await pipeline.clock.advance(3)
-        assert list(pipeline.published()) == [tumbling_id(1_000_000)]
+        assert list(pipeline.published()) == [time_window_id(1_000_000)]
         assert coordinator.status().rows_ahead == 0
 
 
 async def test_it_does_not_close_the_windows_before_it_for_good(tmp_path: Path) -> None:
-    pipeline = Pipeline(tmp_path, spec=Tumbling(10_000, on="at"), rules=FUTURE, recompute=True)
+    pipeline = Pipeline(tmp_path, spec=TimeWindows(10_000, on="at"), rules=FUTURE, recompute=True)
     async with pipeline.life():
         a, b = await pipeline.open("a"), await pipeline.open("b")
         await give(pipeline, a, 1, 1_000_000)
         await give(pipeline, a, 2, YEAR_2096)
         await give(pipeline, b, 3, 1_000_500)
         await pipeline.clock.advance(20)
-        assert pipeline.published()[tumbling_id(YEAR_2096)] == [2], "the stream was quiet"
+        assert pipeline.published()[time_window_id(YEAR_2096)] == [2], "the stream was quiet"
         # Long enough for both windows to expire, and for what is forgotten to be forgotten.
         for _ in range(85):
             await pipeline.clock.advance(60)
@@ -190,9 +192,9 @@ async def test_when_the_stream_comes_to_its_window_that_is_not_forgotten_at_once
         await give(pipeline, a, 1, 1_000_000)
         await give(pipeline, a, 2, prune_ms - 15_000)
         await pipeline.clock.advance(90)
-        assert pipeline.published()[tumbling_id(prune_ms - 20_000)] == [2], "the stream was quiet"
+        assert pipeline.published()[time_window_id(prune_ms - 20_000)] == [2], "the stream was quiet"
         while pipeline.clock.now_ms() < prune_ms + 10_000:
             await pipeline.clock.advance(10)
         await give(pipeline, a, 3, prune_ms - 25_000)
         await pipeline.clock.advance(90)
-        assert (pipeline.published()[tumbling_id(prune_ms - 30_000)], pipeline.late()) == ([3], [])
+        assert (pipeline.published()[time_window_id(prune_ms - 30_000)], pipeline.late()) == ([3], [])

@@ -14,7 +14,7 @@ from support.lanes import seeds
 
 from mldserver.records import Record
 from mldserver.runtime.interface import Records
-from mldserver.windows import Tumbling
+from mldserver.windows import TimeWindows
 
 KEYS = [LOW_KEY, HIGH_KEY, "m", "n"]
 
@@ -148,7 +148,7 @@ class Table:
 @pytest.mark.parametrize("seed", seeds(10))
 async def test_each_record_of_a_family_counts_once(tmp_path: Path, seed: int) -> None:
     house = House(tmp_path, family=True)
-    house.pipeline.spec = Tumbling(86_400_000)
+    house.pipeline.spec = TimeWindows(86_400_000)
     async with house.life():
         table = Table(house, seed)
         await table.connect("root")

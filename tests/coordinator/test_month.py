@@ -15,7 +15,7 @@ from coordinator.pipeline import RULES, Pipeline
 from mldserver.coordinator.coordinator import Coordinator
 from mldserver.coordinator.shards import IntakeSession
 from mldserver.output.layout import LEDGER, PRIVATE, SERVERS
-from mldserver.windows import Tumbling
+from mldserver.windows import TimeWindows
 
 HOUR_MS = 3_600_000
 DAYS_OF_A_LIFE = 4
@@ -111,7 +111,7 @@ async def test_over_a_month_the_ledger_and_the_private_folders_stay_as_large_as_
     rules = replace(
         RULES, flush_interval_ms=900_000, shard_retention_ms=3 * 24 * HOUR_MS, server_timeout_ms=2 * HOUR_MS
     )
-    spec = Tumbling(HOUR_MS, on="at")
+    spec = TimeWindows(HOUR_MS, on="at")
     pipeline = Pipeline(tmp_path, spec=spec, rules=rules, recompute=True, delay_ms=HOUR_MS // 2, locks=True)
     month = Month(pipeline)
     sizes: list[dict[str, int]] = []

@@ -20,11 +20,11 @@ import mldserver.output.store
 from mldserver.output.layout import OWNER, STAGING
 from mldserver.output.store import OutputStore
 from mldserver.testing import VirtualClock
-from mldserver.windows import Tumbling, tumbling_id
+from mldserver.windows import TimeWindows, time_window_id
 
 pytestmark = pytest.mark.usefixtures("joins_early")
 
-SPEC = Tumbling(10_000, "at")
+SPEC = TimeWindows(10_000, "at")
 
 
 def stream() -> Daemon:
@@ -116,7 +116,7 @@ async def test_rows_are_written_synced_registered_computed_synced_committed_rena
 ) -> None:
     """The order that everything rests upon, for the first window."""
     await recorded(disk, tmp_path, recompute=False)
-    window = tumbling_id(0)
+    window = time_window_id(0)
     wanted = [
         "sync .",
         "open",

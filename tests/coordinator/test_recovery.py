@@ -12,11 +12,11 @@ from support.store import SqliteStore
 from mldserver.errors import LedgerError, OperatorError
 from mldserver.ledger.contract import SegmentKind, WindowState
 from mldserver.output.layout import LEDGER, STAGING, attempt_path, segment_path, writer_tag
-from mldserver.windows import Tumbling, batches, tumbling_id
+from mldserver.windows import TimeWindows, batches, time_window_id
 
 pytestmark = pytest.mark.quick
 
-FIRST, SECOND = tumbling_id(0), tumbling_id(10_000)
+FIRST, SECOND = time_window_id(0), time_window_id(10_000)
 
 
 async def first_life(pipeline: Pipeline, dies_before: str | None = None, times: int = 1) -> None:
@@ -98,7 +98,7 @@ async def test_a_window_that_is_cut_is_computed_by_the_next_life(
 
 
 async def test_windows_that_are_cut_are_taken_up_oldest_first(tmp_path: Path) -> None:
-    pipeline = Pipeline(tmp_path, spec=Tumbling(500))
+    pipeline = Pipeline(tmp_path, spec=TimeWindows(500))
     pipeline.faults = Faults()
     async with pipeline.life():
         session = await pipeline.open("a")
@@ -234,8 +234,8 @@ async def test_the_merge_clock_goes_on(tmp_path: Path) -> None:
     assert [row["_clock"] for row in pipeline.rows(f"window={SECOND}/*")] == [2, 3]
 
 
-@pytest.mark.parametrize("spec", [Tumbling(20_000), batches()], ids=["size", "kind"])
-async def test_an_output_folder_with_other_windows_is_refused(tmp_path: Path, spec: Tumbling) -> None:
+@pytest.mark.parametrize("spec", [TimeWindows(20_000), batches()], ids=["size", "kind"])
+async def test_an_output_folder_with_other_windows_is_refused(tmp_path: Path, spec: TimeWindows) -> None:
     pipeline = Pipeline(tmp_path)
     await first_life(pipeline)
     pipeline.spec = spec

@@ -9,9 +9,9 @@ import pytest
 from coordinator.pipeline import Pipeline, Records
 
 from mldserver.records import Sequence
-from mldserver.windows import tumbling_id
+from mldserver.windows import time_window_id
 
-W = [tumbling_id(start) for start in range(0, 100_000, 10_000)]
+W = [time_window_id(start) for start in range(0, 100_000, 10_000)]
 DURABLE: Records = [(1, 1000), (2, 2000)]
 BUFFERED: Records = [(3, 8000), (4, 25_000)]
 BEHIND_MS = 60_000

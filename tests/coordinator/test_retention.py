@@ -11,7 +11,7 @@ from coordinator.pipeline import RULES, Pipeline, listed
 
 from mldserver.consumer.intake import ShardOpening
 from mldserver.records import Sequence
-from mldserver.windows import tumbling_id
+from mldserver.windows import time_window_id
 
 pytestmark = pytest.mark.quick
 
@@ -24,7 +24,7 @@ SHORT = replace(
     server_timeout_ms=2 * HOUR_MS,
 )
 SPLIT: dict[str, tuple[str, ...]] = {"p": (), "left": ("p",), "right": ("p",)}
-FIRST = tumbling_id(0)
+FIRST = time_window_id(0)
 
 
 async def read_the_parent(pipeline: Pipeline) -> None:

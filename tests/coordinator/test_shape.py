@@ -17,19 +17,19 @@ from mldserver.coordinator.core.shape import Column, Shape
 from mldserver.errors import OperatorError
 from mldserver.ledger.contract import LedgerState, Segment, SegmentKind, ServerState, WindowEntry, WindowState
 from mldserver.output.layout import segment_path
-from mldserver.windows import Tumbling, WindowSpec, batches, tumbling_id
+from mldserver.windows import TimeWindows, WindowSpec, batches, time_window_id
 
 pytestmark = [pytest.mark.quick, pytest.mark.core]
 
 HOUR = 3_600_000
-SPEC = Tumbling(HOUR, on="at")
+SPEC = TimeWindows(HOUR, on="at")
 AT, CARRIER, DELAY = (
     Column("at", "TIMESTAMP", nullable=False),
     Column("carrier", "STRING"),
     Column("delay", "INT"),
 )
 OLD = Shape.of("p", (AT, CARRIER, DELAY), SPEC)
-W = [tumbling_id(start) for start in range(0, 100_000, 10_000)]
+W = [time_window_id(start) for start in range(0, 100_000, 10_000)]
 
 
 def shape(*columns: Column, spec: WindowSpec | None = SPEC, pipeline: str = "p") -> Shape:
@@ -76,7 +76,7 @@ def test_a_shape_is_what_its_text_says_and_the_order_of_columns_is_no_other_shap
         shape(AT, CARRIER, DELAY, Column("more", "ARRAY<STRING>")),
         shape(replace(AT, nullable=True), CARRIER, DELAY),
         *(shape(AT, CARRIER, replace(DELAY, type=wider)) for wider in ("BIGINT", "DOUBLE", "DECIMAL(12,2)")),
-        shape(AT, CARRIER, DELAY, spec=Tumbling(HOUR, on="at", lateness_ms=5, disorder_ms=7)),
+        shape(AT, CARRIER, DELAY, spec=TimeWindows(HOUR, on="at", lateness_ms=5, disorder_ms=7)),
     ],
 )
 def test_changes_that_keep_the_meaning_of_older_rows_go_on(new: Shape) -> None:
@@ -94,8 +94,8 @@ def test_changes_that_keep_the_meaning_of_older_rows_go_on(new: Shape) -> None:
         (shape(AT, replace(CARRIER, nullable=False), DELAY), "column carrier STRING has become STRING NOT NULL"),
         (shape(AT, CARRIER, replace(DELAY, type="SMALLINT")), "column delay INT has become SMALLINT"),
         (shape(AT, CARRIER, replace(DELAY, type="STRING")), "column delay INT has become STRING"),
-        (shape(AT, CARRIER, DELAY, spec=Tumbling(2 * HOUR, on="at")), "there were windows of 1 h of at, and are windows of 2 h of at"),
-        (shape(AT, CARRIER, DELAY, spec=Tumbling(HOUR)), "there were windows of 1 h of at, and are windows of 1 h of arrival time"),
+        (shape(AT, CARRIER, DELAY, spec=TimeWindows(2 * HOUR, on="at")), "there were windows of 1 h of at, and are windows of 2 h of at"),
+        (shape(AT, CARRIER, DELAY, spec=TimeWindows(HOUR)), "there were windows of 1 h of at, and are windows of 1 h of arrival time"),
         (shape(AT, CARRIER, DELAY, spec=batches()), "there were windows of 1 h of at, and are batches"),
         (shape(spec=None), "and are no windows"),
         (shape(AT, CARRIER, DELAY, pipeline="q"), "the pipeline was p, and is q"),
@@ -142,7 +142,7 @@ def test_rows_of_several_shapes_are_each_read_by_their_own() -> None:
 
 def test_without_rows_any_handler_may_follow() -> None:
     state = holding(OLD, windows={})
-    new = shape(Column("x", "STRING"), spec=Tumbling(2 * HOUR))
+    new = shape(Column("x", "STRING"), spec=TimeWindows(2 * HOUR))
     change = new.change(state)
     # Windows of another size begin anew, and another column's times say nothing of this one's.
     assert (change.window_ms, change.forget_event_times, change.over) == (2 * HOUR, True, frozenset())
@@ -213,7 +213,7 @@ async def first_life(pipeline: Pipeline) -> None:
 
 
 async def test_a_renamed_column_does_not_replace_a_published_window_by_one_with_nulls(tmp_path: Path) -> None:
-    pipeline = Pipeline(tmp_path, recompute=True, spec=Tumbling(10_000, on="at"))
+    pipeline = Pipeline(tmp_path, recompute=True, spec=TimeWindows(10_000, on="at"))
     at = Column("at", "TIMESTAMP", nullable=False)
 
     def rows(name: str, *values: int) -> dict[str, pa.Array]:

@@ -16,15 +16,15 @@ from mldserver.deadletters.destinations import read_letters
 from mldserver.errors import WindowFailed
 from mldserver.jobs.side_tables import SideTables
 from mldserver.output.layout import DEAD_LETTERS
-from mldserver.windows import Tumbling, tumbling_id
+from mldserver.windows import TimeWindows, time_window_id
 
 pytestmark = pytest.mark.quick
 
-W = [tumbling_id(start) for start in range(0, 40_000, 10_000)]
+W = [time_window_id(start) for start in range(0, 40_000, 10_000)]
 
 
 def pipeline_with(tmp_path: Path, *errors: Exception, **more: Any) -> Pipeline:
-    made = Pipeline(tmp_path, spec=Tumbling(10_000), side_tables=True, **more)
+    made = Pipeline(tmp_path, spec=TimeWindows(10_000), side_tables=True, **more)
     assert made.side_table is not None
     made.make_engine = partial(FailingTable, made.side_table, list(errors))
     return made
@@ -139,7 +139,7 @@ async def test_late_rows_that_a_dead_server_left_are_written_once_by_those_that_
     dead = pipeline_with(tmp_path, WindowFailed("no quota"), retry_seconds=(100.0, 100.0), server_id="dead")
     async with dead.life():
         await some_late_rows(dead, 7, 8)
-    one, other = two(tmp_path, spec=Tumbling(10_000), side_tables=True, clock=dead.clock)
+    one, other = two(tmp_path, spec=TimeWindows(10_000), side_tables=True, clock=dead.clock)
     async with one.life(), other.life():
         await one.clock.advance(60)
         assert one.late() == [7, 8]
@@ -179,7 +179,7 @@ async def test_dead_letters_whose_table_is_no_longer_set_become_files(tmp_path: 
         session = await pipeline.open("a")
         await pipeline.give(session, [(1, 1000), (3, 2000)], letters=[dead_letter("a", 2)])
         await pipeline.cycle()
-    after = Pipeline(tmp_path, spec=Tumbling(10_000), clock=pipeline.clock)
+    after = Pipeline(tmp_path, spec=TimeWindows(10_000), clock=pipeline.clock)
     async with after.life():
         await after.clock.advance(3)
     (letter,) = read_letters(str(tmp_path / DEAD_LETTERS), "test")

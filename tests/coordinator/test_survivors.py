@@ -27,7 +27,7 @@ from mldserver.output.layout import SEGMENTS, is_joined
 from mldserver.output.store import OutputStore
 from mldserver.records import Sequence
 from mldserver.testing import LocalEngine, VirtualClock
-from mldserver.windows import Tumbling
+from mldserver.windows import TimeWindows
 
 pytestmark = pytest.mark.quick
 
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.quick
 
 def showing(shard: str, number: int, event_ms: int | None) -> BufferedBatch:
     """Return a batch of one record that has shown this event time."""
-    batch = buffered(shard, 1, outcome(shard, [(number, number)]), floor_ms=None, spec=Tumbling(1000))
+    batch = buffered(shard, 1, outcome(shard, [(number, number)]), floor_ms=None, spec=TimeWindows(1000))
     return msgspec.structs.replace(batch, latest_event_ms=event_ms)
 
 
@@ -49,7 +49,7 @@ def test_the_event_time_of_a_position_is_the_largest(times: list[int | None]) ->
     batches += [showing("b", 1, 7), BufferedBatch("a", 1, last=Sequence(len(times)), ends_shard=True)]
     planned = plan(
         batches,
-        spec=Tumbling(1000),
+        spec=TimeWindows(1000),
         clock=0,
         progress=BatchProgress(),
         now_ms=0,

@@ -14,11 +14,11 @@ from mldserver.coordinator.coordinator import Coordinator
 from mldserver.errors import DriverLost, WindowFailed
 from mldserver.ledger.contract import WindowState
 from mldserver.testing import LocalEngine
-from mldserver.windows import Tumbling, tumbling_id
+from mldserver.windows import TimeWindows, time_window_id
 
 pytestmark = pytest.mark.quick
 
-W = [tumbling_id(start) for start in range(0, 40_000, 10_000)]
+W = [time_window_id(start) for start in range(0, 40_000, 10_000)]
 
 
 class Tables(Pipeline):
@@ -28,7 +28,7 @@ class Tables(Pipeline):
         self.table = root / "table.sqlite"
         super().__init__(
             root / "out",
-            spec=Tumbling(10_000),
+            spec=TimeWindows(10_000),
             policy=WindowSettings(
                 **{f"window_{name}": value for name, value in {"concurrency": 1, **policy}.items()}
             ),
@@ -129,7 +129,7 @@ async def test_published_windows_that_are_retried_fill_a_new_table(tmp_path: Pat
 
 
 async def test_a_published_window_that_is_retried_replaces_its_folder(tmp_path: Path) -> None:
-    pipeline = Pipeline(tmp_path, spec=Tumbling(10_000), recompute=True)
+    pipeline = Pipeline(tmp_path, spec=TimeWindows(10_000), recompute=True)
     async with pipeline.life():
         await three_windows(pipeline)
         (before,) = (tmp_path / f"window={W[0]}").iterdir()

@@ -18,11 +18,11 @@ from mldserver.errors import GapRefused, LedgerError, ServerExpired
 from mldserver.ledger.contract import Commit, WindowState
 from mldserver.output.layout import LEDGER, SERVERS, server_tag
 from mldserver.records import Sequence
-from mldserver.windows import tumbling_id
+from mldserver.windows import time_window_id
 
 pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("joins_early")]
 
-W = [tumbling_id(start) for start in range(0, 100_000, 10_000)]
+W = [time_window_id(start) for start in range(0, 100_000, 10_000)]
 
 
 @contextlib.asynccontextmanager

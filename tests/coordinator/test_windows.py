@@ -31,14 +31,14 @@ from mldserver.ledger.contract import (
     batch_id,
 )
 from mldserver.windows import (
-    Tumbling,
+    TimeWindows,
     Window,
     as_window,
     batches,
     duration_ms,
+    pane_starts,
+    time_window_id,
     tumbling,
-    tumbling_id,
-    tumbling_starts,
 )
 from tests.support.operations import counting_python
 
@@ -53,7 +53,7 @@ def events(*values: int) -> np.ndarray:
 
 
 def key(start: int, size: int = HOUR) -> WindowKey:
-    return WindowKey(tumbling_id(start), start, start + size)
+    return WindowKey(time_window_id(start), start, start + size)
 
 
 # Durations.
@@ -102,8 +102,8 @@ def test_a_duration_beyond_all_calendars_is_refused(value: object) -> None:
 
 def test_a_window_is_declared_with_its_column_lateness_and_disorder() -> None:
     spec = tumbling("1 hour", on="at", lateness="10 minutes", disorder=5)
-    assert spec == Tumbling(HOUR, "at", 600_000, 5000)
-    assert tumbling(1) == Tumbling(1000)
+    assert spec == TimeWindows(HOUR, "at", 600_000, 5000)
+    assert tumbling(1) == TimeWindows(1000)
 
 
 def test_a_window_without_size_and_a_batch_without_rows_are_refused() -> None:
@@ -118,16 +118,16 @@ def test_a_window_without_size_and_a_batch_without_rows_are_refused() -> None:
 
 
 def test_a_windows_name_is_its_start_in_utc() -> None:
-    assert tumbling_id(0) == "1970-01-01T00-00-00Z"
-    assert tumbling_id(1_357_034_400_250) == "2013-01-01T10-00-00.250Z"
-    assert tumbling_id(-1) == "1969-12-31T23-59-59.999Z"
-    assert tumbling_id(-62_000_000_000_000) == "0005-04-19T09-46-40Z"
+    assert time_window_id(0) == "1970-01-01T00-00-00Z"
+    assert time_window_id(1_357_034_400_250) == "2013-01-01T10-00-00.250Z"
+    assert time_window_id(-1) == "1969-12-31T23-59-59.999Z"
+    assert time_window_id(-62_000_000_000_000) == "0005-04-19T09-46-40Z"
 
 
 def test_a_start_outside_the_calendar_has_a_name_and_bounds_all_the_same() -> None:
     far = 9 * 10**15
-    assert tumbling_id(far) == "ms+0009000000000000000"
-    assert tumbling_id(-far) == "ms-0009000000000000000"
+    assert time_window_id(far) == "ms+0009000000000000000"
+    assert time_window_id(-far) == "ms-0009000000000000000"
     window = as_window("w", -far, far, revision=1, pipeline="")
     assert (window.start, window.end) == (
         datetime.min.replace(tzinfo=UTC),
@@ -137,7 +137,7 @@ def test_a_start_outside_the_calendar_has_a_name_and_bounds_all_the_same() -> No
 
 @given(st.lists(st.integers(-9 * 10**15, 9 * 10**15), unique=True, max_size=20))
 def test_names_are_unique_and_safe_as_folders(starts: list[int]) -> None:
-    names = [tumbling_id(start) for start in starts]
+    names = [time_window_id(start) for start in starts]
     assert len(set(names)) == len(names)
     assert all(set(name) <= set("0123456789TZms+-.") for name in names)
 
@@ -159,7 +159,7 @@ def test_the_handler_sees_aware_bounds_and_none_for_batches() -> None:
 def test_tumbling_windows_equal_naive_arithmetic_on_datetimes_also_before_1970(
     times: list[int], size: int
 ) -> None:
-    spec = Tumbling(size)
+    spec = TimeWindows(size)
     assigned = assign(spec, events(*times), progress=BatchProgress(), now_ms=0)
     for place, ms in enumerate(times):
         at, start = EPOCH + timedelta(milliseconds=ms), EPOCH
@@ -168,19 +168,19 @@ def test_tumbling_windows_equal_naive_arithmetic_on_datetimes_also_before_1970(
         own = assigned.keys[assigned.index[place]]
         assert own.start_ms == (start - EPOCH) // timedelta(milliseconds=1)
         assert own.end_ms == own.start_ms + size
-        assert own.id == tumbling_id(own.start_ms)
+        assert own.id == time_window_id(own.start_ms)
     starts = [own.start_ms for own in assigned.keys]
     assert starts == sorted(set(starts))
     assert len(assigned.keys) == len(set(assigned.index.tolist()))
 
 
 def test_windows_are_half_open() -> None:
-    assert tumbling_starts(events(-1, 0, HOUR - 1, HOUR), Tumbling(HOUR)).tolist() == [-HOUR, 0, 0, HOUR]
+    assert pane_starts(events(-1, 0, HOUR - 1, HOUR), TimeWindows(HOUR)).tolist() == [-HOUR, 0, 0, HOUR]
 
 
 def test_tumbling_windows_leave_the_progress_of_batches_alone() -> None:
     progress = BatchProgress(4, 2, 1)
-    assert assign(Tumbling(HOUR), events(1), progress=progress, now_ms=9).progress == progress
+    assert assign(TimeWindows(HOUR), events(1), progress=progress, now_ms=9).progress == progress
 
 
 def test_no_rows_open_no_batch() -> None:
@@ -254,14 +254,14 @@ def test_a_window_closes_when_the_watermark_reaches_its_end_and_lateness() -> No
 
 
 def test_the_share_of_a_window_that_has_passed_is_known_from_the_watermark_lateness_included() -> None:
-    windows = OpenWindows(Tumbling(1600, lateness_ms=200))
+    windows = OpenWindows(TimeWindows(1600, lateness_ms=200))
     told = [windows.passed(ms) for ms in (None, -200, 100, 199, 200, 1000, 1799, 1800)]
     assert told == [0.0, 0.75, 0.9375, 1599 / 1600, 0.0, 0.5, 1599 / 1600, 0.0]
     assert not OpenWindows(batches(max_rows=5, max_age=1)).passed(1799), "it closes by its rows or its age"
 
 
 def test_a_window_is_overdue_when_its_end_and_lateness_are_over_by_the_clock() -> None:
-    windows = OpenWindows(Tumbling(1000, lateness_ms=200))
+    windows = OpenWindows(TimeWindows(1000, lateness_ms=200))
     assert not windows.overdue(10**15)
     windows.opened([WindowKey("future", 10**15, 10**15 + 1000), WindowKey("past", 0, 1000)])
     assert (windows.overdue(1200), windows.overdue(1201)) == (False, True)
@@ -273,7 +273,7 @@ def test_a_window_is_overdue_when_its_end_and_lateness_are_over_by_the_clock() -
 
 
 def test_windows_far_ahead_of_the_stream_are_bounded_in_number_and_in_bytes() -> None:
-    windows = OpenWindows(Tumbling(1000))
+    windows = OpenWindows(TimeWindows(1000))
     near, far = key(0, 1000), [key(10**9 + 1000 * n, 1000) for n in range(MOST_AHEAD + 5)]
     assert not windows.is_ahead(far[0]), "it is not known where the stream is"
     windows.ahead_from_ms = 5000
@@ -298,16 +298,16 @@ def test_windows_far_ahead_of_the_stream_are_bounded_in_number_and_in_bytes() ->
 
 
 def test_windows_close_oldest_first_also_where_names_do_not_sort() -> None:
-    windows = OpenWindows(Tumbling(500))
+    windows = OpenWindows(TimeWindows(500))
     starts = [1000, 500, 0, -500, -9 * 10**15]
     windows.opened(key(start, 500) for start in starts)
-    expected = tuple(tumbling_id(start) for start in sorted(starts))
+    expected = tuple(time_window_id(start) for start in sorted(starts))
     assert windows.closable(watermark_ms=10_000, now_ms=0, wall_ms=0) == expected
     assert windows.closable(watermark_ms=None, now_ms=0, wall_ms=0, close_all=True) == expected
 
 
 def test_a_window_is_open_until_it_is_cut() -> None:
-    windows = OpenWindows(Tumbling(HOUR))
+    windows = OpenWindows(TimeWindows(HOUR))
     windows.opened([key(0), key(HOUR)])
     windows.opened([key(0)])
     assert len(windows) == 2
@@ -318,7 +318,7 @@ def test_a_window_is_open_until_it_is_cut() -> None:
 
 
 def test_the_ends_of_open_windows_are_known() -> None:
-    windows = OpenWindows(Tumbling(HOUR))
+    windows = OpenWindows(TimeWindows(HOUR))
     windows.opened([key(0), key(HOUR)])
     assert windows.ends_ms() == [HOUR, 2 * HOUR]
     runs = OpenWindows(batches(max_rows=10))

@@ -14,7 +14,7 @@ from mldserver import Timer, timer
 from mldserver.coordinator.firing import Firing
 from mldserver.coordinator.timed_stores import TimerIntake
 from mldserver.records import Record
-from mldserver.windows import Tumbling
+from mldserver.windows import TimeWindows
 
 
 class Alarms:
@@ -24,7 +24,7 @@ class Alarms:
     """
 
     schema = "key STRING, due BIGINT"
-    windows = Tumbling(10_000)
+    windows = TimeWindows(10_000)
     fired: ClassVar[list[tuple[str, int]]] = []
     """All calls: the keys, and when their timers were due."""
     fails: ClassVar[bool] = False

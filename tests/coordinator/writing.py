@@ -26,9 +26,9 @@ from mldserver.ledger.contract import (
 )
 from mldserver.records import Sequence
 from mldserver.testing import VirtualClock
-from mldserver.windows import WindowSpec, tumbling_id
+from mldserver.windows import WindowSpec, time_window_id
 
-W = [tumbling_id(start) for start in range(0, 40_000, 10_000)]
+W = [time_window_id(start) for start in range(0, 40_000, 10_000)]
 
 
 @dataclass

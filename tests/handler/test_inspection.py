@@ -170,7 +170,7 @@ def test_a_handler_without_a_schema_has_only_side_effects(inspect: Any) -> None:
         ),
         (
             PROCESS + "schema = 'n INT'\nwindows = '1 hour'",
-            "mine.py:3: windows is a str; write tumbling('1 hour') or batches(max_rows=100_000)",
+            "mine.py:3: windows is a str; write tumbling('1 hour'), sliding('1 hour', every='5 minutes') or batches(max_rows=100_000)",
         ),
         (
             PROCESS + "from mldserver import tumbling\nwindows = tumbling('1 hour')",
@@ -598,7 +598,10 @@ def test_a_handler_may_come_after_other_functions(inspect: Any, text: str, after
 @pytest.mark.parametrize(
     ("text", "found"),
     [
-        ("windows = batches()\nafter = 'x'", "after is for windows of time: windows = tumbling(…)"),
+        (
+            "windows = batches()\nafter = 'x'",
+            "after is for windows of time: windows = tumbling(…) or sliding(…)",
+        ),
         ("after = ['x', 3]", "after is ['x', 3]; write the names of functions, such as ['payments']"),
         ("after = ''", "after is ''; write the names of functions, such as ['payments']"),
     ],

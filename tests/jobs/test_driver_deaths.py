@@ -15,7 +15,7 @@ from mldserver.engine_jobs import WindowJob, WindowResult
 from mldserver.errors import DriverLost, WindowFailed
 from mldserver.ledger.contract import WindowState
 from mldserver.testing import LocalEngine
-from mldserver.windows import tumbling_id
+from mldserver.windows import time_window_id
 
 pytestmark = pytest.mark.quick
 
@@ -336,7 +336,7 @@ async def test_the_oldest_window_is_told_and_one_that_is_worked_on_for_too_long_
 async def test_a_window_that_runs_far_longer_than_those_before_it_is_named_with_their_time(
     tmp_path: Path,
 ) -> None:
-    hangs = tumbling_id(60_000)
+    hangs = time_window_id(60_000)
     pipeline = make(tmp_path, engine=lambda: Hanging({hangs}))
     async with pipeline.life():
         session = await pipeline.open("a")

@@ -18,7 +18,7 @@ from mldserver.ledger.book import Book, Draft
 from mldserver.ledger.contract import WindowState
 from mldserver.ledger.operations import Transaction
 from mldserver.testing import LocalEngine
-from mldserver.windows import Tumbling
+from mldserver.windows import TimeWindows
 
 pytestmark = pytest.mark.quick
 
@@ -199,7 +199,7 @@ async def test_output_that_somebody_else_has_published_and_replaced_is_let_go(tm
 def again(tmp_path: Path, *, limit: int = 1, policy: WindowSettings | None = None) -> Pipeline:
     return Pipeline(
         tmp_path,
-        spec=Tumbling(10_000, "at"),
+        spec=TimeWindows(10_000, "at"),
         recompute=True,
         delay_ms=3000,
         policy=policy,

@@ -19,11 +19,11 @@ from mldserver.jobs.replay import Difference, Replay, chosen, compared
 from mldserver.ledger.contract import WindowEntry
 from mldserver.output.store import OutputStore
 from mldserver.testing import LocalEngine
-from mldserver.windows import Tumbling, tumbling_id
+from mldserver.windows import TimeWindows, time_window_id
 
 pytestmark = pytest.mark.quick
 
-W = [tumbling_id(start) for start in range(0, 40_000, 10_000)]
+W = [time_window_id(start) for start in range(0, 40_000, 10_000)]
 Replayed = Callable[..., Any]
 
 
@@ -31,7 +31,7 @@ Replayed = Callable[..., Any]
 async def replay(tmp_path: Path) -> AsyncIterator[Replayed]:
     """Publishes three windows of two rows, and replays them with a function over the rows."""
     out = tmp_path / "out"
-    pipeline = Pipeline(out, spec=Tumbling(10_000), recompute=True)
+    pipeline = Pipeline(out, spec=TimeWindows(10_000), recompute=True)
     async with pipeline.life():
         session = await pipeline.open("a")
         await pipeline.give(session, [*((n + 1, 5000 * n) for n in range(6)), (9, 30_000)])
@@ -79,7 +79,7 @@ async def test_other_code_shows_what_it_changes(replay: Replayed) -> None:
 
 
 async def test_segments_may_be_kept_although_late_rows_go_elsewhere(tmp_path: Path) -> None:
-    pipeline = Pipeline(tmp_path, spec=Tumbling(10_000))
+    pipeline = Pipeline(tmp_path, spec=TimeWindows(10_000))
     pipeline.keeps = True
     async with pipeline.life():
         session = await pipeline.open("a")

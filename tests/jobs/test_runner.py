@@ -16,11 +16,11 @@ from mldserver.errors import WITHHELD, DriverLost, LedgerError, WindowFailed
 from mldserver.ledger.contract import WindowState
 from mldserver.output.layout import writer_tag
 from mldserver.testing import LocalEngine
-from mldserver.windows import Tumbling, tumbling_id
+from mldserver.windows import TimeWindows, time_window_id
 
 pytestmark = pytest.mark.quick
 
-W = [tumbling_id(start) for start in range(0, 40_000, 10_000)]
+W = [time_window_id(start) for start in range(0, 40_000, 10_000)]
 
 
 def make(
@@ -35,7 +35,7 @@ def make(
     values = {"attempts": 3, "concurrency": 1} | policy
     return Pipeline(
         tmp_path,
-        spec=Tumbling(10_000),
+        spec=TimeWindows(10_000),
         policy=WindowSettings(**{f"window_{name}": value for name, value in values.items()}),
         retry_seconds=(1.0, longest_wait),
         engine=engine or (lambda: LocalEngine(fail=fail)),

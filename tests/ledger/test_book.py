@@ -54,7 +54,7 @@ def test_windows_that_go_count_no_more() -> None:
     book = book_of(entry("a", WindowState.OPEN, 1), entry("b", WindowState.COMMITTED, 10))
     book.apply(Changes(windows={"a": None, "b": None}))
     assert told(book) == (0, 0, set())
-    assert book.paths == set()
+    assert not book.paths
 
 
 def test_a_copy_of_everything_at_a_version_tells_the_same_and_has_no_news_before_it() -> None:

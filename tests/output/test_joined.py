@@ -45,10 +45,10 @@ def read(store: OutputStore, path: str) -> pa.Table:
 
 def test_a_window_of_many_segments_is_read_from_few_files_with_the_same_rows(store: OutputStore) -> None:
     own = segments(store, 2 * joined.SEGMENTS_PER_FILE + 5)
-    assert joined.to_read(store, "w", own) == {segment.path: segment.bytes for segment in own}
+    assert joined.to_read(store, own) == {segment.path: segment.bytes for segment in own}
     for begin in (0, joined.SEGMENTS_PER_FILE):
         joined.join(store, paths(own[begin : begin + joined.SEGMENTS_PER_FILE]))
-    files = joined.to_read(store, "w", own)
+    files = joined.to_read(store, own)
     assert len(files) == 2 + 5
     assert files == {path: store._fs.get_file_info(store._absolute(path)).size for path in files}
     rows = pa.concat_tables(read(store, path) for path in files)
@@ -59,7 +59,7 @@ def test_a_window_of_many_segments_is_read_from_few_files_with_the_same_rows(sto
 def test_a_joined_file_is_told_from_others_as_its_first_segment_is(store: OutputStore) -> None:
     own = segments(store, 3)
     joined.join(store, paths(own))
-    (path,) = joined.files(store, "w")
+    (path,) = joined.files(store, own)
     assert is_joined(path)
     assert not any(is_joined(segment.path) for segment in own)
     assert written(path) == written(own[0].path)
@@ -69,15 +69,15 @@ def test_rows_that_an_attempt_is_not_to_read_are_not_read(store: OutputStore) ->
     own = segments(store, joined.SEGMENTS_PER_FILE + 1)
     joined.join(store, paths(own)[1:])
     without_last = own[:-1]
-    assert list(joined.to_read(store, "w", without_last)) == paths(without_last)
-    assert len(joined.to_read(store, "w", own)) == 2
+    assert list(joined.to_read(store, without_last)) == paths(without_last)
+    assert len(joined.to_read(store, own)) == 2
 
 
 def test_rows_are_read_once_though_two_joined_files_hold_them(store: OutputStore) -> None:
     own = segments(store, joined.SEGMENTS_PER_FILE)
     joined.join(store, paths(own)[:40])
     joined.join(store, paths(own)[20:])
-    files = joined.to_read(store, "w", own)
+    files = joined.to_read(store, own)
     assert sorted(pa.concat_tables(read(store, path) for path in files)["_clock"].to_pylist()) == list(
         range(2 * joined.SEGMENTS_PER_FILE)
     )
@@ -98,24 +98,24 @@ def test_a_joined_file_has_its_name_only_once_it_is_on_disk(
     (left,) = (path for path, _ in store.files(SEGMENTS) if path not in paths(own))
     assert not is_joined(left)
     assert written(left) == written(own[0].path), "a later start does not know whose it is"
-    assert list(joined.to_read(store, "w", own)) == paths(own)
+    assert list(joined.to_read(store, own)) == paths(own)
 
 
 @pytest.mark.parametrize("left", [0, 4, 700])
 def test_a_joined_file_that_was_never_finished_is_not_read(store: OutputStore, left: int) -> None:
     own = segments(store, joined.SEGMENTS_PER_FILE)
     joined.join(store, paths(own))
-    (path,) = joined.files(store, "w")
+    (path,) = joined.files(store, own)
     with store._fs.open_input_stream(store._absolute(path)) as stream:
         begin = stream.read()[:left]
     store.put(path, begin)
-    assert list(joined.to_read(store, "w", own)) == paths(own)
+    assert list(joined.to_read(store, own)) == paths(own)
 
 
 def test_a_file_that_names_no_segments_is_not_read(store: OutputStore) -> None:
     own = segments(store, joined.SEGMENTS_PER_FILE)
     store.write(f"{SEGMENTS}/w/joined-x.parquet", pa.table({"name": ["a"]}))
-    assert list(joined.to_read(store, "w", own)) == paths(own)
+    assert list(joined.to_read(store, own)) == paths(own)
 
 
 def test_nothing_is_left_of_a_joined_file_that_the_disk_has_no_room_for(

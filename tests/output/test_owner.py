@@ -19,11 +19,11 @@ from mldserver.output.layout import LEDGER, OWNER, PRIVATE, QUARANTINE, segment_
 from mldserver.output.owner import FolderClaim
 from mldserver.output.store import OutputStore
 from mldserver.testing import VirtualClock
-from mldserver.windows import tumbling_id
+from mldserver.windows import time_window_id
 
 pytestmark = pytest.mark.quick
 
-FIRST, SECOND = tumbling_id(0), tumbling_id(10_000)
+FIRST, SECOND = time_window_id(0), time_window_id(10_000)
 
 
 @pytest.fixture(params=["local", "memory"])

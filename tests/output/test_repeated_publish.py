@@ -13,12 +13,12 @@ from coordinator.pipeline import Pipeline
 from mldserver.errors import LedgerError
 from mldserver.ledger.contract import WindowState
 from mldserver.testing import VirtualClock
-from mldserver.windows import tumbling_id
+from mldserver.windows import time_window_id
 
 pytestmark = pytest.mark.quick
 
 START = 990_000
-W = tumbling_id(START)
+W = time_window_id(START)
 
 
 async def run_again(pipeline: Pipeline, number: int, ms: int) -> None:

@@ -13,7 +13,7 @@ import asyncio
 from collections import Counter
 from datetime import UTC, datetime, timedelta
 
-from mldserver import Context, Record, batches, tumbling
+from mldserver import Context, Record, batches, sliding, tumbling
 
 SCHEMA = "n BIGINT, at TIMESTAMP"
 COUNTS = SCHEMA + ", key STRING, counted BIGINT"
@@ -67,6 +67,12 @@ class Column:
     async def process_record(self, record: Record) -> Row | None:
         await asyncio.sleep(record.json()["slow"])
         return make_row(record)
+
+
+class Sliding(Column):
+    """Windows that overlap, by the same column."""
+
+    windows = sliding("4 s", every="1 s", on="at", lateness="1 s", disorder="1 s")
 
 
 class Runs:

@@ -7,7 +7,7 @@ of the server's code is used.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -32,10 +32,12 @@ Key = tuple[str, tuple[int, int]]
 _TIMER = "timer "
 
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
-SIZE_MS = {"Arrival": 5000, "Slowly": 5000, "Column": 4000}
+SIZE_MS = {"Arrival": 5000, "Slowly": 5000, "Column": 4000, "Sliding": 4000}
 """Of the windows that have bounds (``handlers.py``)."""
+EVERY_MS = 1000
+"""How often a window of ``Sliding`` begins."""
 SLACK_MS = 2000
-"""Lateness and disorder of ``Column``."""
+"""Lateness and disorder of ``Column`` and ``Sliding``."""
 AHEAD_MS = 5_000
 """How far a row may run ahead of its arrival, and count."""
 QUIET_MS = 30_000
@@ -132,7 +134,8 @@ class Outputs:
         held = self._held_ahead(now_ms)
         for segment in flush.segments:
             name = segment.window_id
-            window, rows = self.windows.setdefault(name, _Window()), self.written[segment.path]
+            windows = [self.windows.setdefault(each, _Window()) for each in self._with(name)]
+            window, rows, cut = windows[0], self.written[segment.path], any(each.cuts for each in windows)
             if len(rows) != segment.rows:
                 self._tell(f"{name}: {segment.rows} rows are registered, {len(rows)} were written")
             if str(segment.kind) != "window":
@@ -141,26 +144,34 @@ class Outputs:
                 self._tell(f"{name}: rows are registered twice: {_some(Counter(again))}")
             self.rows.update(rows)
             if str(segment.kind) == "late":
-                if window.cuts or self.plan.handler != "Column":
-                    self._may_be_late(name, window, now_ms)
+                if cut or not self.plan.on_column:
+                    self._may_be_late(name, windows, now_ms)
                 else:
                     self._may_be_left_out(name, rows, held)
                 window.late += rows
                 continue
-            if (str(segment.kind) == "recompute") is not bool(window.cuts):
-                self._tell(f"{name}: {segment.kind} rows after {len(window.cuts)} cuts")
-            if not window.cuts and self._is_ahead(name, now_ms) and self._is_full(held):
+            if (str(segment.kind) == "recompute") is not cut:
+                self._tell(f"{name}: {segment.kind} rows after {[len(each.cuts) for each in windows]} cuts")
+            if not cut and self._is_ahead(name, now_ms) and self._is_full(held):
                 self._tell(f"{name}: rows of a far window are kept beside {held}")
-            window.rows += rows
+            for each in windows:
+                each.rows += rows
             window.bytes += segment.bytes
+
+    def _with(self, name: str) -> list[str]:
+        """Return the windows that have the rows of a segment, which names the last of them: that one in front."""
+        if self.plan.handler != "Sliding":
+            return [name]
+        last_ms = _starts_ms(name)
+        return [_window_at(ms) for ms in range(last_ms, last_ms - SIZE_MS["Sliding"], -EVERY_MS)]
 
     def _is_ahead(self, name: str, now_ms: int) -> bool:
         """Whether a window begins further ahead than a row may run ahead of its arrival."""
-        return self.plan.handler == "Column" and _starts_ms(name) > now_ms + AHEAD_MS
+        return self.plan.on_column and _starts_ms(name) > now_ms + AHEAD_MS
 
     def _held_ahead(self, now_ms: int) -> tuple[int, int]:
         """Return how many windows that are ahead are open, and what they take."""
-        if self.plan.handler != "Column":
+        if not self.plan.on_column:
             return 0, 0
         ahead = [
             window
@@ -187,15 +198,16 @@ class Outputs:
         if not sum(window.bytes for window in self.windows.values()) >= self.plan.disk_bytes // 10:
             self._tell(f"{name}: rows of a far window are left out beside {held}")
 
-    def _may_be_late(self, name: str, window: _Window, now_ms: int) -> None:
-        """Rows go to the late dataset when their window is cut and, where it would be computed again, not retained."""
-        if not window.cuts or self.plan.handler == "Runs":
+    def _may_be_late(self, name: str, windows: Sequence[_Window], now_ms: int) -> None:
+        """Rows go to the late dataset when a window of theirs is cut and, where it would be computed again, not retained."""
+        cut = [window for window in windows if window.cuts]
+        if not cut or self.plan.handler == "Runs":
             self._tell(f"{name}: late rows, and it was never cut")
-        if self.plan.late == "recompute":
-            shown = len(window.shown_ms) == len(window.cuts)
-            # Where segments may take little, windows are not retained for as long.
-            kept = not shown or window.shown_ms[-1] + RETENTION_MS[self.plan.retention] > now_ms
-            if kept and self.plan.disk_bytes == DISK:
+        # Where segments may take little, windows are not retained for as long.
+        if self.plan.late == "recompute" and self.plan.disk_bytes == DISK:
+            keep_ms = RETENTION_MS[self.plan.retention]
+            shown = [window for window in cut if len(window.shown_ms) == len(window.cuts)]
+            if all(window.shown_ms[-1] + keep_ms > now_ms for window in shown):
                 self._tell(f"{name}: late rows beside a window that is retained")
 
     def _cut(self, names: Iterable[str], now_ms: int) -> None:
@@ -218,11 +230,11 @@ class Outputs:
         if self.plan.outage and any(shard.closed for shard in self.stream.shards.values()):
             return  # once every shard has ended or was left out for too long, the stream counts as over
         due_ms = _starts_ms(name) + SIZE_MS[self.plan.handler]
-        due_ms += SLACK_MS if self.plan.handler == "Column" else 0
+        due_ms += SLACK_MS if self.plan.on_column else 0
         letters = {(shard, number) for shard, (number, _) in self.letters_ever}
         times = self.positions.delivered_ms
         last_ms = next((times[key] for key in reversed(times) if key not in letters and self._counts(key)), 0)
-        quiet = self.plan.handler == "Column" and now_ms - last_ms >= QUIET_MS
+        quiet = self.plan.on_column and now_ms - last_ms >= QUIET_MS
         over = all(self.stream.shards[shard].closed for shard in self.positions.delivered)
         if now_ms < due_ms and not quiet and not over:
             self._tell(f"{name}: it is cut {due_ms - now_ms} ms before its time")
@@ -265,7 +277,7 @@ class Outputs:
         """Compare all that came out with the stream; return what is wrong."""
         expected, stored = self.expected(), [each for each in letters if not is_timer(key_of(each))]
         everything = list(self.visible())
-        rows = [each for each in everything if not is_timer(_key(each[2]))]
+        rows = [each for each in everything if not is_timer(_key(each[2])) and self._is_last(*each)]
         purged = Counter({key: count for key, count in purged.items() if not is_timer(key)})
         counts = Counter(_key(row) for _, _, row in rows), Counter(map(key_of, stored)) + purged
         broken = [
@@ -287,7 +299,7 @@ class Outputs:
         if self.plan.parks:
             broken += _no_overtaking(expected, [row for _, _, row in rows], set(map(key_of, stored)))
         if self.plan.servers == 1 and not broken:
-            broken += _one_clock([row for _, _, row in everything])
+            broken += _one_clock([row for name, late, row in everything if self._is_last(name, late, row)])
         return broken
 
     def _fates(self, told: Expected) -> set[tuple[int, int]]:
@@ -338,9 +350,18 @@ class Outputs:
         """Name the window of a row whose event time is ``at_ms``, unless it is there."""
         if self.plan.handler == "Runs":
             return []
-        ms = at_ms if self.plan.handler == "Column" else row["_time"]
-        home = _window_at(ms // SIZE_MS[self.plan.handler] * SIZE_MS[self.plan.handler])
+        ms = at_ms if self.plan.on_column else row["_time"]
+        home = self._last_window(ms)
         return [f"it belongs to {home}"] if home != name else []
+
+    def _last_window(self, ms: int) -> str:
+        """Return the last window that has a row with this event time."""
+        every_ms = EVERY_MS if self.plan.handler == "Sliding" else SIZE_MS[self.plan.handler]
+        return _window_at(ms // every_ms * every_ms)
+
+    def _is_last(self, name: str, late: bool, row: dict[str, Any]) -> bool:
+        """Whether it is the last window that shows a row; ``_complete`` looks at the others."""
+        return late or self.plan.handler != "Sliding" or self._last_window(_ms(row["at"])) == name
 
     def _complete(self, rows: list[tuple[str, bool, dict[str, Any]]]) -> list[str]:
         """Each window's last revision, and its late dataset, hold all that was registered for them."""

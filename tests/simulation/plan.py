@@ -15,6 +15,8 @@ KEYED = 1_000_000
 """From this seed on, handlers keep state by key,"""
 TIMED = 2_000_000
 """and from this one on their records set timers too."""
+SLIDING = 3_000_000
+"""From this seed on, windows overlap; no state, no timers."""
 
 
 @dataclass(frozen=True)
@@ -132,6 +134,11 @@ class Plan:
         return f"Counting{self.handler}" if self.ttl_ms is None else f"Forgetful{self.handler}"
 
     @property
+    def on_column(self) -> bool:
+        """Whether windows are cut on a column."""
+        return self.handler in {"Column", "Sliding"}
+
+    @property
     def by_arrival(self) -> bool:
         """Whether windows are cut on arrival times."""
         return self.handler in {"Arrival", "Slowly"}
@@ -245,6 +252,8 @@ def make_plan(seed: int) -> Plan:
         plan = replace(plan, days=True, ahead=more.choice((plan.ahead, 172_800.0)))
     if not calm and more.random() < 0.15:
         plan = replace(plan, outage=30.0)
+    if seed >= SLIDING:
+        return replace(plan, handler="Sliding", disk_bytes=DISK)
     if seed < KEYED:
         return plan
     return _counting(plan) if seed < TIMED else _timed(_counting(plan))

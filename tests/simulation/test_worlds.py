@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from simulation.plan import KEYED, TIMED
-from simulation.planted import BUGS, KEYED_BUGS, TIMED_BUGS
+from simulation.plan import KEYED, SLIDING, TIMED
+from simulation.planted import BUGS, KEYED_BUGS, SLIDING_BUGS, TIMED_BUGS
 
 TESTS = Path(__file__).parents[1]
 SEED = os.environ.get("SIM_SEED")
@@ -93,6 +93,12 @@ def test_every_world_with_timers_fires_each_as_the_model_says(long: bool) -> Non
 
 
 @pytest.mark.skipif(SEED is not None, reason="one world is asked for")
+def test_every_world_with_sliding_windows_has_each_row_in_every_window_of_its_own(long: bool) -> None:
+    faults = play(SLIDING + FIRST, int(WORLDS or (500 if long else 12)))
+    assert {"killed", "lease lost", "answer lost", "revised"} <= faults.keys()
+
+
+@pytest.mark.skipif(SEED is not None, reason="one world is asked for")
 def test_every_world_keeps_every_promise(long: bool) -> None:
     count = int(WORLDS or (1000 if long else 30))
     # They mean something only while things go wrong in them.
@@ -140,7 +146,12 @@ def test_the_world_that_is_asked_for() -> None:
     ("first", "bug"),
     [
         pytest.param(first, bug, marks=pytest.mark.long if bug in ELSEWHERE else ())
-        for first, bugs in ((1, BUGS), (KEYED + 1, KEYED_BUGS), (TIMED + 1, TIMED_BUGS))
+        for first, bugs in (
+            (1, BUGS),
+            (KEYED + 1, KEYED_BUGS),
+            (TIMED + 1, TIMED_BUGS),
+            (SLIDING + 1, SLIDING_BUGS),
+        )
         for bug in bugs
     ],
 )

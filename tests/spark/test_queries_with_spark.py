@@ -23,7 +23,7 @@ from mldserver.engine_jobs import FunctionView, WindowJob
 from mldserver.errors import QueryFailed, QueryTooLarge
 from mldserver.handler.queries import QueryResult, Rows, RowStream, batches_of, query_of
 from mldserver.spark.client import SparkEngine, make_engine
-from mldserver.windows import Window, tumbling_id
+from mldserver.windows import Window, time_window_id
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
@@ -50,7 +50,7 @@ class World:
 
     def publish(self, number: int, **columns: Any) -> str:
         start = START + timedelta(minutes=number)
-        folder = self.root / "out" / f"window={tumbling_id(round(start.timestamp() * 1000))}"
+        folder = self.root / "out" / f"window={time_window_id(round(start.timestamp() * 1000))}"
         folder.mkdir(parents=True)
         rows = {
             "n": [number],

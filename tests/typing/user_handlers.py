@@ -10,13 +10,13 @@ from pyspark.sql import DataFrame
 import mldserver
 from mldserver import Batch, Context, Record, Sequence, Shard, Timer, Timers, Window, batches, timer, tumbling
 from mldserver.dynamodb_streams import Change
-from mldserver.windows import Batches, Tumbling
+from mldserver.windows import Batches, TimeWindows
 
 schema = "carrier STRING, delay DOUBLE, scheduled TIMESTAMP"
 windows = tumbling("1 hour", on="scheduled", lateness=timedelta(minutes=10), disorder=2.5)
 other_windows = batches(max_rows=10_000, max_age="30 seconds")
 
-assert_type(windows, Tumbling)
+assert_type(windows, TimeWindows)
 assert_type(other_windows, Batches)
 assert_type(mldserver.__version__, str)
 

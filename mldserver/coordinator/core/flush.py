@@ -29,7 +29,7 @@ from mldserver.effects import NOTHING, Effects
 from mldserver.ledger.contract import BatchProgress, PositionUpdate, SegmentKind, StoreUpdate
 from mldserver.records import Sequence
 from mldserver.runtime.interface import BatchOutcome, BatchOutline, TimerReport
-from mldserver.windows import Tumbling, WindowSpec, milliseconds
+from mldserver.windows import TimeWindows, WindowSpec, milliseconds
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -162,7 +162,7 @@ def buffered(
     far the shard is: a clock is wrong, and would make every row after them late.
     """
     effective = last_effective_ms(outcome.outline, floor_ms)
-    column = spec.on if isinstance(spec, Tumbling) else None
+    column = spec.on if isinstance(spec, TimeWindows) else None
     effects = outcome.effects
     rows, event, ahead = effects.rows or None, _NO_TIMES, None
     latest = effective if column is None else None

@@ -26,13 +26,13 @@ from mldserver.ledger.contract import (
     batch_id,
     batch_number,
 )
-from mldserver.windows import Batches, Tumbling, WindowSpec, tumbling_id, tumbling_starts
+from mldserver.windows import Batches, TimeWindows, WindowSpec, overlapping, pane_starts, time_window_id
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 MOST_AHEAD: Final = 100
-"""How many windows may be open that are too far ahead of the stream."""
+"""How many windows, or panes of sliding windows, may be open that are too far ahead of the stream."""
 
 _REMEMBERED = 10_000
 """How many cut windows that the ledger no longer lists are remembered between two reads. For a window that was
@@ -46,6 +46,8 @@ class CoordinatorRules(FlowSettings):
     on_arrival: bool = True
     """Windows are cut on arrival time (False: on a column)."""
     disorder_ms: int = 0
+    overlap: bool = False
+    """Whether windows share segments: they are sliding windows."""
     parks: bool = False
     """Whether records wait behind dead letters of their partition key."""
     settle_time_ms: int = 10_000
@@ -79,15 +81,18 @@ def assign(
 ) -> Assignment:
     """Assign rows, given in merge order, to windows. Pure: a flush that was refused is simply assigned again.
 
-    Tumbling windows look at the event times only; ``batches`` count rows on from ``progress``.
+    Windows of time look at the event times only; ``batches`` count rows on from ``progress``. Of sliding windows a row is
+    assigned to the last one that contains it: ``windows_with`` returns the others.
     """
-    if isinstance(spec, Tumbling):
-        starts = tumbling_starts(event_ms, spec)
+    if isinstance(spec, TimeWindows):
+        starts = pane_starts(event_ms, spec)
         if len(starts) and starts.min() == starts.max():
             starts, index = starts[:1], np.zeros(len(starts), np.int64)  # nearly always; the other way sorts
         else:
             starts, index = np.unique(starts, return_inverse=True)
-        keys = tuple(WindowKey(tumbling_id(start), start, start + spec.size_ms) for start in starts.tolist())
+        keys = tuple(
+            WindowKey(time_window_id(start), start, start + spec.size_ms) for start in starts.tolist()
+        )
         return Assignment(index.astype(np.int64, copy=False), keys, progress)
     rows = len(event_ms)
     if rows == 0:
@@ -102,6 +107,14 @@ def assign(
         return Assignment(index, keys, BatchProgress(progress.number + full))
     opened = progress.opened_ms if full == 0 and progress.rows else now_ms
     return Assignment(index, keys, BatchProgress(progress.number + full, inside, opened))
+
+
+def windows_with(key: WindowKey, spec: WindowSpec | None) -> tuple[WindowKey, ...]:
+    """Return every window that has the rows assigned to ``key``, the first to end in front; ``key`` is the last."""
+    every_ms = spec.every_ms if isinstance(spec, TimeWindows) else None
+    if every_ms is None or key.start_ms is None or key.end_ms is None:
+        return (key,)
+    return tuple(WindowKey(*window) for window in overlapping(key.start_ms, key.end_ms, every_ms))
 
 
 @dataclass(eq=False, slots=True)
@@ -149,10 +162,11 @@ class OpenWindows:
         if not ahead:
             return frozenset()
         held = [key.id for key in self._open.values() if self.is_ahead(key)]
-        if sum(self._bytes.get(window_id, 0) for window_id in held) >= most_bytes:
+        panes = self.spec.panes if isinstance(self.spec, TimeWindows) else 1  # so many windows list a segment
+        if sum(self._bytes.get(window_id, 0) for window_id in held) >= most_bytes * panes:
             return frozenset(key.id for key in ahead)
         new = [key.id for key in ahead if key.id not in self._open]
-        return frozenset(new[max(0, MOST_AHEAD - len(held)) :])
+        return frozenset(new[max(0, MOST_AHEAD - len(held) // panes) :])
 
     def cut(self, window_ids: Iterable[str]) -> None:
         """Note windows that were cut. Cutting the ``batches`` window in progress starts the next one."""
@@ -170,10 +184,10 @@ class OpenWindows:
         return min(ends, default=wall_ms) + self.spec.lateness_ms < wall_ms
 
     def passed(self, watermark_ms: int | None) -> float:
-        """Return the share of a window that the watermark has passed; 0 where it closes none."""
-        if watermark_ms is None or not isinstance(self.spec, Tumbling):
+        """Return the share of a pane that the watermark has passed; 0 where it closes no window."""
+        if watermark_ms is None or not isinstance(self.spec, TimeWindows):
             return 0.0
-        return (watermark_ms - self.spec.lateness_ms) % self.spec.size_ms / self.spec.size_ms
+        return (watermark_ms - self.spec.lateness_ms) % self.spec.pane_ms / self.spec.pane_ms
 
     def ends_ms(self) -> list[int]:
         """Return the ends of the open windows; those of ``batches`` have none."""
@@ -184,14 +198,14 @@ class OpenWindows:
     ) -> tuple[str, ...]:
         """Return the ids of the open windows that may be cut, oldest first.
 
-        Tumbling: the watermark has reached end + lateness. Batches: full, or open for longer than the maximal age, by
+        Windows of time: the watermark has reached end + lateness. Batches: full, or open for longer than the maximal age, by
         the steady time ``now_ms``; the time of day says only how old one is that is seen for the first time.
         ``close_all``: every one (the stream is over, or quiet).
         """
         keys = sorted(self._open.values(), key=lambda key: (key.start_ms or 0, key.id))
         if close_all:
             return tuple(key.id for key in keys)
-        if isinstance(self.spec, Tumbling):
+        if isinstance(self.spec, TimeWindows):
             if watermark_ms is None:
                 return ()
             reached = watermark_ms - self.spec.lateness_ms

@@ -18,7 +18,7 @@ from typing import Final
 from mldserver.errors import NotThereYet, OperatorError
 from mldserver.ledger.contract import LedgerState, ShapeChange, WindowEntry, WindowState
 from mldserver.output.layout import written
-from mldserver.windows import Tumbling, WindowSpec, span_text
+from mldserver.windows import TimeWindows, WindowSpec, span_text
 
 _DIGITS: Final = {"TINYINT": 3, "SMALLINT": 5, "INT": 10, "BIGINT": 19}
 """Decimal digits of whole numbers, narrow to wide."""
@@ -49,7 +49,7 @@ class Shape:
     windows: str = ""
     """For people, and equal where rows are cut alike; empty for a handler without rows."""
     size_ms: int | None = None
-    """Of event-time windows."""
+    """Of event-time windows; of sliding ones, of their panes."""
     on: str | None = None
     """The column of the event time; None for the arrival time, and for batches."""
     table: str | None = None
@@ -60,10 +60,11 @@ class Shape:
         cls, pipeline: str, columns: tuple[Column, ...], spec: WindowSpec | None, table: str | None = None
     ) -> Shape:
         """Return the shape of a handler's rows; ``spec`` is None for a handler without rows."""
-        if not isinstance(spec, Tumbling):
+        if not isinstance(spec, TimeWindows):
             return cls(pipeline, columns, "batches" if spec else "", table=table)
-        of = f"windows of {span_text(spec.size_ms)} of {spec.on or 'arrival time'}"
-        return cls(pipeline, columns, of, spec.size_ms, spec.on, table)
+        every = f" every {span_text(spec.every_ms)}" if spec.every_ms else ""
+        of = f"windows of {span_text(spec.size_ms)}{every} of {spec.on or 'arrival time'}"
+        return cls(pipeline, columns, of, spec.pane_ms, spec.on, table)
 
     @classmethod
     def read(cls, text: str) -> Shape:
