@@ -44,6 +44,7 @@ from mldserver.handler.spec import HandlerKind, HandlerSpec
 from mldserver.jobs.engine import Engine
 from mldserver.jobs.predecessors import Predecessors
 from mldserver.jobs.predecessors import check as check_after
+from mldserver.jobs.previous import PreviousResults
 from mldserver.jobs.published import PublishedWindows
 from mldserver.jobs.query_service import QueryService
 from mldserver.jobs.runner import WindowRunner
@@ -70,6 +71,7 @@ from mldserver.workers.worker import Limits
 from mldserver.workers.worker_queries import LocalQueries
 
 if TYPE_CHECKING:
+    from mldserver.sinks.sink import SinkSpec
     from mldserver.spark.shared_driver import SharedDriver
 
 _NO_REDRIVE: Final = (
@@ -250,9 +252,6 @@ async def _assembled(
     ledger = await run_in_daemon_thread(make_ledger, name="mldserver-ledger")
     shape, runner = shape_of(settings, spec), None
 
-    def freed(freed_bytes: int) -> None:  # the coordinator is created below
-        coordinator.freed(freed_bytes)
-
     if spec.schema is None:
         _refuse_table_of_letters(settings)
         engine = None
@@ -272,26 +271,16 @@ async def _assembled(
             engine = await run_in_daemon_thread(make_spark, name="mldserver-spark")
         queries.ask = getattr(engine, "query", None)
         check_after(settings.pipeline, spec.after, around.functions, queries.published)
-        steps = WindowSteps(
-            pipeline=settings.pipeline,
+        runner = _runner(
+            settings,
+            spec,
+            around,
+            engine,
             ledger=ledger,
             store=store,
-            engine=engine,
-            clock=clock,
-            retain=settings.late == "recompute" or settings.keep_segments_ms > 0,
-            freed=freed,
-            table=shape.table,
-            overlap=do_overlap(spec.windows),
-            predecessors=Predecessors(names=spec.after, published=queries.published) if spec.after else None,
+            queries=queries,
+            coordinator=lambda: coordinator,
         )
-        retrying = {
-            "random": rng,
-            "log_error_messages": settings.log_error_messages,
-            **settings.replaced("retry_seconds"),
-        }
-        gate = None if around.driver is None else around.driver.run_gate
-        side_tables = _side_tables(settings, spec, steps, retrying)
-        runner = WindowRunner(steps, settings, gate=gate, side_tables=side_tables, **retrying)
     letters = await run_in_daemon_thread(
         partial(destination_of, settings, store, clock, rng), name="mldserver-letters"
     )
@@ -303,6 +292,7 @@ async def _assembled(
             on_arrival=spec.time_column is None,
             disorder_ms=spec.windows.disorder_ms if isinstance(spec.windows, TimeWindows) else 0,
             overlap=do_overlap(spec.windows),
+            in_order=spec.takes_previous,
             parks=settings.on_key_failure is OnKeyFailure.PARK,
             retention_ms=max(settings.retention_ms, settings.keep_segments_ms),
         ),
@@ -320,8 +310,6 @@ async def _assembled(
         keyed=spec.keyed,
         civil=civil,
     )
-    if spec.schema is not None:
-        queries.published[settings.pipeline] = _published(settings, spec, coordinator, ledger, store)
     consumers = ConsumerParts(runtime, coordinator.shards, Claims(), clock, spec.keyed, civil)
     tls = None
     has_listener = settings.source == "mld" and not around.drain
@@ -381,6 +369,67 @@ async def _assembled(
     )
 
 
+def _runner(
+    settings: Settings,
+    spec: HandlerSpec,
+    around: Dependencies,
+    engine: Engine,
+    *,
+    ledger: Ledger,
+    store: OutputStore,
+    queries: QueryService,
+    coordinator: Callable[[], Coordinator],
+) -> WindowRunner:
+    """Return what computes a handler's windows, and make known where queries find them.
+
+    ``coordinator`` returns the coordinator that will cut them, which is created later.
+    """
+    shape, clock, sink = shape_of(settings, spec), around.clock, sink_of(settings)
+    view = _view(settings, spec, sink)
+    if spec.takes_previous and settings.late != "separate":
+        raise ConfigError(
+            f"on_window takes previous, and late = {settings.late} ({settings.origin('late')}) would compute windows again behind"
+            " those that were computed with their results.",
+            advice="Say late = separate: late rows then go to the late dataset, or into a table (late_sink).",
+        )
+    if spec.takes_previous and sink is not None and not view.is_table:
+        raise ConfigError(
+            f"on_window takes previous, which cannot be read back from {sink}.",
+            advice="Publish into files, Delta Lake or Iceberg; or keep what goes from window to window in keyed state.",
+        )
+    published = PublishedWindows(
+        shape=view,
+        has_view=sink is None,
+        ledger=ledger,
+        store=store,
+        clock=clock,
+        after=spec.after,
+        until_ms=lambda: coordinator().published_until_ms(),
+    )
+    queries.published[settings.pipeline] = published
+    steps = WindowSteps(
+        pipeline=settings.pipeline,
+        ledger=ledger,
+        store=store,
+        engine=engine,
+        clock=clock,
+        retain=settings.late == "recompute" or settings.keep_segments_ms > 0,
+        freed=lambda freed_bytes: coordinator().freed(freed_bytes),
+        table=shape.table,
+        overlap=do_overlap(spec.windows),
+        predecessors=Predecessors(names=spec.after, published=queries.published) if spec.after else None,
+        previous=PreviousResults(ledger=ledger, published=published) if spec.takes_previous else None,
+    )
+    retrying = {
+        "random": around.rng,
+        "log_error_messages": settings.log_error_messages,
+        **settings.replaced("retry_seconds"),
+    }
+    gate = None if around.driver is None else around.driver.run_gate
+    side_tables = _side_tables(settings, spec, steps, retrying)
+    return WindowRunner(steps, settings, gate=gate, side_tables=side_tables, **retrying)
+
+
 def _refuse_table_of_letters(settings: Settings) -> None:
     """Raise ConfigError for a handler without rows whose dead letters go into a table."""
     if "dead_letters" in side_sinks_of(settings):
@@ -405,29 +454,17 @@ def _side_tables(
     )
 
 
-def _published(
-    settings: Settings, spec: HandlerSpec, coordinator: Coordinator, ledger: Ledger, store: OutputStore
-) -> PublishedWindows:
-    """Return the published windows of a function, for queries."""
-    tumbling = spec.windows if isinstance(spec.windows, TimeWindows) else None
-    sink = sink_of(settings)
-    shape = FunctionView(
+def _view(settings: Settings, spec: HandlerSpec, sink: SinkSpec | None) -> FunctionView:
+    """Return the view of a function's published windows, without their files."""
+    windows = spec.windows if isinstance(spec.windows, TimeWindows) else None
+    return FunctionView(
         settings.pipeline,
         (),
-        None if tumbling is None else spec.window_columns or WINDOW_COLUMNS,
-        0 if tumbling is None else tumbling.size_ms,
+        None if windows is None else spec.window_columns or WINDOW_COLUMNS,
+        0 if windows is None else windows.size_ms,
         # What on_window makes of the rows is known when there is a window.
         "" if spec.schema is None or "on_window" in spec.hooks else spec.schema.ddl,
         is_table=sink is not None and hasattr(find(sink.format), "files"),
-    )
-    return PublishedWindows(
-        shape=shape,
-        has_view=sink is None,
-        ledger=ledger,
-        store=store,
-        clock=coordinator.clock,
-        after=spec.after,
-        until_ms=coordinator.published_until_ms,
     )
 
 

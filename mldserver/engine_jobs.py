@@ -35,6 +35,8 @@ class FunctionView:
     """Whether the view is the present files of the table that the function's sink writes into, in place of ``paths``."""
     serial: int = field(default=0, compare=False)
     """Rises with each look at what is published: a view with a higher one shows at least as much."""
+    window: str | None = None
+    """The id of the only window of the view; None: the view shows all windows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +60,8 @@ class WindowJob:
     handler's present schema too."""
     views: tuple[FunctionView, ...] = ()
     """The published windows of other functions, which ``on_window`` finds as views (``after``)."""
+    previous: FunctionView | None = None
+    """The result of the window before, for an ``on_window`` that takes it; None: there is none."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -130,6 +130,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "handler.loader",
         "handler.kept_modules",
         "handler.queries",
+        "handler.signatures",
         "handler.spark_at_import",
         "jobs.engine",
         "jobs.run_gate",

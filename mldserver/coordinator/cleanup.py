@@ -255,6 +255,7 @@ class Retention:
                 limit=_PRUNED,
                 # Windows that the stream has not left behind are kept, whatever the ledger's time is.
                 ends_before_ms=0 if aws_ms is None else aws_ms - window_ms,
+                keep_last=self.rules.in_order,
             )
             self._pruning, self._pruned_ms = pruned >= _PRUNED, now_ms
             if self.listed is not None:

@@ -525,11 +525,13 @@ class Flusher:
         if not closable and not due:
             return ()
         kill_point("revision.cutting" if due else "window.cutting")
-        entries = await self.ledger.cut((*closable, *due))
+        all_until_ms = self.open_windows.latest_end_ms(closable) if self.rules.in_order else None
+        entries = await self.ledger.cut((*closable, *due), all_until_ms=all_until_ms)
         kill_point("revision.cut" if due else "window.cut")
         self.uncut_bytes = 0
-        self.open_windows.cut(closable)
-        self.cut_windows.cut((*closable, *(entry.window_id for entry in entries)))
+        cut = (*closable, *(entry.window_id for entry in entries))
+        self.open_windows.cut(cut)
+        self.cut_windows.cut(cut)
         for entry in entries:
             log.debug(
                 "window.cut",

@@ -16,10 +16,11 @@ from mldserver.handler.changes import HOOKS as CHANGE_HOOKS
 from mldserver.handler.changes import ChangeHandler, ChangeHooks
 from mldserver.handler.context import Context
 from mldserver.handler.kclpy.amazon_kclpy import PACKAGE, checkpoint_error
-from mldserver.handler.kclpy.processor import ProcessorClass, accepts, problems, recognised, written
+from mldserver.handler.kclpy.processor import ProcessorClass, problems, recognised, written
 from mldserver.handler.kept_modules import KeptModules
 from mldserver.handler.loader import Loaded, load, relative
 from mldserver.handler.queries import lookups_of, spec_of
+from mldserver.handler.signatures import accepts, takes_also
 from mldserver.handler.spec import (
     RECORD_COLUMN,
     Finding,
@@ -124,6 +125,12 @@ class _Inspection:
             self.findings.append(Finding(text, self.source.file, line))
         window_columns, writes_for_itself = self._output(hooks)
         after = self._after(windows)
+        if (
+            "on_window" in hooks
+            and hooks["on_window"].takes_previous
+            and not isinstance(windows, TimeWindows)
+        ):
+            self._find("previous is for windows of time: windows = tumbling(…) or sliding(…)", "on_window")
         tables = lookups_of(target)
         if tables and schema is None:
             self._find(
@@ -220,18 +227,20 @@ class _Inspection:
             member = inspect.getattr_static(self.loaded.target, name)
             bound = isinstance(member, staticmethod | classmethod) or not hasattr(type(member), "__get__")
         count = len(arguments) + (not bound)
-        takes_context = _takes_context(function, count)
+        takes_context = takes_also(function, count, "ctx", Context)
+        takes_previous = name == "on_window" and takes_also(function, count, "previous")
         if takes_context and name not in _KEYED:
             self._find(
                 f"{name} takes ctx, but it has no key: process_record and the hooks of changes have one", name
             )
-        elif not takes_context and not accepts(function, count):
+        elif not takes_context and not takes_previous and not accepts(function, count):
             names, given = ", ".join(arguments), inspect.signature(function)
-            with_context = f" or {name}({names}, ctx)" if name in _KEYED else ""
-            self._find(f"{name} is called as {name}({names}){with_context}, but is {name}{given}", name)
+            more = "ctx" if name in _KEYED else "previous" if name == "on_window" else None
+            also = f" or {name}({names}, {more})" if more else ""
+            self._find(f"{name} is called as {name}({names}){also}, but is {name}{given}", name)
         call = getattr(function, "__call__", None)  # noqa: B004  # objects with an `async def __call__` are hooks too
         is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
-        return HookSpec(name, is_async, takes_context)
+        return HookSpec(name, is_async, takes_context, takes_previous)
 
     def _record_hook(self, hooks: dict[str, HookSpec]) -> RecordHook | None:
         """Return what the handler is called with; for hooks of changes, the one that stands in their place."""
@@ -431,21 +440,6 @@ class _Inspection:
                 if close in _RECORD_HOOKS and has_record_hook:
                     continue
                 self._find(f"{name} is never called or read; did you mean {close}?", name, is_error=False)
-
-
-def _takes_context(function: Any, count: int) -> bool:
-    """Return whether a function takes, behind ``count`` arguments, one that is called ctx or annotated Context."""
-    try:
-        parameters = list(inspect.signature(function).parameters.values())
-    except (TypeError, ValueError):
-        return False
-    if len(parameters) <= count or not accepts(function, count + 1):
-        return False
-    parameter = parameters[count]
-    if parameter.kind not in {parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD}:
-        return False
-    named = getattr(parameter.annotation, "__name__", None) or str(parameter.annotation)
-    return parameter.name == "ctx" or named.rpartition(".")[2] == Context.__name__
 
 
 def _a(value: object) -> str:

@@ -54,6 +54,8 @@ class HookSpec:
     is_async: bool
     takes_context: bool = False
     """Whether it is called with a ``Context``, too."""
+    takes_previous: bool = False
+    """Whether ``on_window`` is called with the result of the window before, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +126,12 @@ class HandlerSpec:
     """Their objects by name, in a process that runs the handler."""
     code: dict[str, tuple[str, bytes]] = field(default_factory=dict, repr=False)
     """File and text of the user's modules by name, as they were loaded: what runs later runs the same (``Loaded.code``)."""
+
+    @property
+    def takes_previous(self) -> bool:
+        """Whether its windows are computed one after the other, each with the result of the one before."""
+        hook = self.hooks.get("on_window")
+        return hook is not None and hook.takes_previous
 
     @property
     def time_column(self) -> str | None:

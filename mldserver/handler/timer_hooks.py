@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
-from mldserver.handler.kclpy.processor import accepts
+from mldserver.handler.signatures import accepts
 from mldserver.handler.spec import HookSpec, TimerHook
 from mldserver.handler.timers import mark_of
 

@@ -60,6 +60,11 @@ class PublishedWindows:
             self._read_ms = now_ms
         return self._view
 
+    async def view_of(self, entry: WindowEntry) -> FunctionView | None:
+        """Return the view of one published window; None if it has no output. Raises OSError, and ValueError as ``Manifest.decode``."""
+        shape = replace(self.shape, window=entry.window_id, columns=None, schema="")
+        return shape if shape.is_table else await asyncio.to_thread(self._view_of, shape, [entry])
+
     def _view_of(self, shape: FunctionView, entries: Iterable[WindowEntry]) -> FunctionView | None:
         """Return the view of published windows. Blocking."""
         shown = sorted((entry.start_ms or 0, entry.window_id) for entry in entries)

@@ -32,6 +32,7 @@ from mldserver.errors import (
     may_quote,
 )
 from mldserver.jobs.engine import RETRIED_ERRORS, RETRY_SECONDS, allowed_seconds
+from mldserver.jobs.held import HeldWindows
 from mldserver.jobs.run_gate import RunGate, WindowKey
 from mldserver.jobs.side_tables import SideTables
 from mldserver.ledger.contract import Decision, LedgerState, WindowEntry, WindowState
@@ -61,9 +62,6 @@ _FEW_RUNS = 5
 _LONG_TIMES = 10.0
 _LONG_SECONDS = 60.0
 """A run is far beyond its usual time if it takes so many times that, and more than a minute: a hook is slow then, too."""
-
-_LOOK_SECONDS = 0.5
-"""How often it is asked whether held windows must still wait."""
 
 _GROUP_BYTES = 64 * 1024 * 1024
 """A group takes no more windows once its segments have so many bytes; so at most its last window is a large one."""
@@ -105,8 +103,6 @@ class WindowLife:
     """Whether other windows may run beside its present attempt, because its ``on_window`` is slow."""
     stays_alone: bool = False
     """Whether the driver died while others had joined it: nothing runs beside its next attempt, however slow it is."""
-    waits_for: str | None = None
-    """The function whose windows come first, when that was asked last."""
     traceback: str = ""
     """The one that was logged last, without its numbers: Spark counts stages and tasks in its messages."""
     decided: asyncio.Event = field(default_factory=asyncio.Event)
@@ -188,8 +184,13 @@ class WindowRunner:
         self.latest: deque[WindowLife] = deque(maxlen=_LATEST)
         self.halted: dict[str, WindowLife] = {}
         """Windows that kept failing and that every other waits for."""
-        self._held: list[WindowEntry] = []
-        """Windows that wait for windows of other functions, oldest first."""
+        self._held = HeldWindows(
+            predecessors=steps.predecessors,
+            previous=steps.previous,
+            clock=steps.clock,
+            release=self._ready_windows.put_nowait,
+        )
+        """Windows that wait for other windows."""
         self._not_halted = asyncio.Event()
         self._not_halted.set()
         self._idle = asyncio.Event()
@@ -234,47 +235,20 @@ class WindowRunner:
                 self.unfinished[_key(entry)] = life
                 self.latest.append(life)
                 self._idle.clear()
-                self._hold_or_queue(entry)
-
-    def _hold_or_queue(self, entry: WindowEntry) -> None:
-        """Queue a window, or hold it while windows of another function that come first are not published."""
-        first = self.steps.predecessors
-        waits_for = None if first is None or entry.state is WindowState.COMMITTED else first.missing(entry)
-        if waits_for is None:
-            self._ready_windows.put_nowait(entry)
-            return
-        life = self.unfinished[_key(entry)]
-        if life.waits_for != waits_for:
-            log.info("window.waiting", window=entry.window_id, revision=entry.revision, function=waits_for)
-        life.waits_for = waits_for
-        self._held.append(entry)
-
-    async def _release_held(self) -> None:
-        """Queue held windows once nothing comes first any more, until cancelled."""
-        while True:
-            await self._clock.sleep(_LOOK_SECONDS)
-            held, self._held = self._held, []
-            for entry in held:
-                self._hold_or_queue(entry)
+                self._held.submit(entry)
 
     @property
     def trouble(self) -> str | None:
         """Which windows wait for a function that does not run here, as a clause; None: there are none."""
-        first, now_ms = self.steps.predecessors, self._clock.steady_ms()
-        for entry in self._held:
-            life = self.unfinished[_key(entry)]
-            is_missing = first is not None and life.waits_for not in first.published
-            if is_missing and now_ms - life.submitted_ms > _LONG_SECONDS * 1000:
-                return f"window {entry.window_id} waits for the function {life.waits_for}, which does not run"
-        return None
+        return self._held.trouble
 
     async def run(self) -> None:
         """Compute windows until cancelled; ``policy.window_concurrency`` at a time."""
         async with asyncio.TaskGroup() as group:
             self._workers = group
             group.create_task(self.steps.clean_up(), name="replaced outputs")
-            if self.steps.predecessors is not None:
-                group.create_task(self._release_held(), name="held windows")
+            if self._held.may_hold:
+                group.create_task(self._held.run(), name="held windows")
             if self.side_tables is not None:
                 group.create_task(self.side_tables.run(), name="side tables")
             for _ in range(self._policy.window_concurrency):
@@ -405,6 +379,7 @@ class WindowRunner:
         """Forget a window that is published, set aside, or no longer this server's."""
         self._slow_windows.discard(entry.window_id)
         self.unfinished.pop(_key(entry), None)
+        self._held.look()
         if not self.unfinished:
             self._idle.set()
 

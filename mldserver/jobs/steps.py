@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import errno
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import structlog
 
@@ -21,6 +21,7 @@ from mldserver.base.kill_points import kill_point
 from mldserver.engine_jobs import NO_WORK, FunctionView, PublishJob, SparkWork, WindowJob, WindowResult
 from mldserver.jobs.engine import Engine
 from mldserver.jobs.predecessors import Predecessors
+from mldserver.jobs.previous import PreviousResults
 from mldserver.ledger.contract import Commit, WindowEntry, WindowState
 from mldserver.ledger.operations import Ledger
 from mldserver.output import joined
@@ -71,6 +72,8 @@ class WindowSteps:
     """Whether windows share segments."""
     predecessors: Predecessors | None = None
     """The functions whose windows come first; None: windows wait for none."""
+    previous: PreviousResults | None = None
+    """The results of the windows before; None: ``on_window`` takes none."""
     _replaced: asyncio.Queue[tuple[int, Commit]] = field(default_factory=asyncio.Queue)
 
     def __post_init__(self) -> None:
@@ -88,6 +91,9 @@ class WindowSteps:
         if not begun:
             return None
         jobs = tuple(job for _, _, job in begun)
+        if self.previous is not None:
+            before = [await self.previous.find(entry) for entry, _, _ in begun]
+            jobs = tuple(replace(job, previous=view) for job, view in zip(jobs, before, strict=True))
         if len(jobs) == 1:
             results: tuple[WindowResult, ...] = (await self.engine.compute(jobs[0]),)
         else:

@@ -347,15 +347,25 @@ class Ledger(abc.ABC):
 
     # Windows.
 
-    async def cut(self, window_ids: tuple[str, ...]) -> tuple[WindowEntry, ...]:
+    async def cut(
+        self, window_ids: tuple[str, ...], *, all_until_ms: int | None = None
+    ) -> tuple[WindowEntry, ...]:
         """Fix the segments of windows and own them; those that cannot be cut are left out of the answer.
 
         An OPEN window becomes CUT at revision 1; a PUBLISHED one with pending segments becomes CUT at the next
         revision, over all its segments; ``files``, ``rows_out`` and ``published_ms`` stay those of the revision
         that is visible, until the commit. ``batch_progress`` goes on behind a ``batches`` window that is cut: its
-        number, told by its id, is never given again.
+        number, told by its id, is never given again. ``all_until_ms``: every OPEN window that ends by then is cut, too, and
+        in front, and ``cut_below_ms`` rises to there: rows for a window that ends before one that was cut are late.
         """
-        return await self._member(rules.cut, window_ids, self.server_id)
+        return await self._member(rules.cut, window_ids, self.server_id, all_until_ms=all_until_ms)
+
+    async def preceding(self, window_id: str) -> tuple[WindowEntry | None, bool]:
+        """Return the published window that ends last before a window does, and whether a window before it is CUT or COMMITTED.
+
+        None if none is published, or this window is unknown. Windows that were set aside or skipped do not count.
+        """
+        return await self._timed(self._read_book(lambda book: rules.preceding(book, window_id)))
 
     async def adopt(self) -> tuple[WindowEntry, ...]:
         """Own every CUT or COMMITTED window that has no owner, and return them."""
@@ -429,12 +439,13 @@ class Ledger(abc.ABC):
         keep_shards: frozenset[str] = frozenset(),
         limit: int = 10_000,
         ends_before_ms: int | None = None,
+        keep_last: bool = False,
     ) -> int:
         """Forget windows published and not retained, and shards ended, before those times (ms), except ``keep_shards``.
 
         A window that ends after ``ends_before_ms`` (event time; None: ``windows_before_ms``) stays, whenever it was
         published (a row from the future, and a quiet stream): ``cut_below_ms`` would close every window up to its end for
-        good.
+        good. ``keep_last``: of the windows that end by then the last published one stays, for ``preceding``.
         Returns how many rows went. At most ``limit`` windows a call, those published longest ago: when so many rows
         went, more may follow. Windows that are retained stay (``expire`` them first).
         A pruned shard that comes back is a new one, all of whose records count again: ``shards_before_ms`` must lie
@@ -447,6 +458,7 @@ class Ledger(abc.ABC):
             keep_shards=keep_shards,
             limit=limit,
             ends_before_ms=ends_before_ms,
+            keep_last=keep_last,
         )
 
     # Dead letters. Tools may call all these methods.

@@ -13,7 +13,7 @@ from typing import Final
 
 from mldserver.errors import InternalError
 from mldserver.ledger import state_rules
-from mldserver.ledger.book import Draft
+from mldserver.ledger.book import Book, Draft
 from mldserver.ledger.contract import (
     Commit,
     Decision,
@@ -267,9 +267,23 @@ def _without_state(draft: Draft, shard_ids: Iterable[str], now_ms: int, *, forge
     return frozenset(shard_ids) - state_rules.shards_with_state(draft.book)
 
 
-def cut(draft: Draft, window_ids: Iterable[str], server_id: str) -> tuple[WindowEntry, ...]:
-    """Fix the segments of windows that are open, or published with more waiting; return those, in order."""
+def cut(
+    draft: Draft, window_ids: Iterable[str], server_id: str, *, all_until_ms: int | None = None
+) -> tuple[WindowEntry, ...]:
+    """Fix the segments of windows that are open, or published with more waiting; return those, in order.
+
+    ``all_until_ms``: cut every open window that ends by then, too, those that end first in front. No other will open.
+    """
     entries = []
+    if all_until_ms is not None:
+        ends = (
+            (entry.end_ms, window_id)
+            for window_id, entry in draft.book.windows.items()
+            if entry.state is WindowState.OPEN and entry.end_ms is not None and entry.end_ms <= all_until_ms
+        )
+        window_ids = dict.fromkeys((*(window_id for _, window_id in sorted(ends)), *window_ids))
+        below = max(all_until_ms, draft.totals.cut_below_ms or all_until_ms)
+        draft.totals = replace(draft.totals, cut_below_ms=below)
     for window_id in window_ids:
         entry = draft.windows.get(window_id)
         if entry is None:
@@ -293,6 +307,25 @@ def _with_segments(entry: WindowEntry, added: Iterable[Segment]) -> WindowEntry:
     """Make segments part of the window's revision; none waits then."""
     segments = (*entry.segments, *(replace(segment, revision=entry.revision) for segment in added))
     return replace(entry, segments=segments, pending=(), rows_in=sum(segment.rows for segment in segments))
+
+
+def preceding(book: Book, window_id: str) -> tuple[WindowEntry | None, bool]:
+    """Return the published window that ends last before a window does, and whether one before it is still to be published.
+
+    Windows that were set aside or skipped do not count.
+    """
+    window, latest, waits = book.windows.get(window_id), None, False
+    if window is None or window.end_ms is None:
+        return None, False
+    for entry in book.windows.values():
+        if entry.end_ms is None or entry.end_ms >= window.end_ms:
+            continue
+        waits = waits or entry.state in _UNDER_WAY
+        if entry.state is not WindowState.PUBLISHED or entry.is_skipped:
+            continue
+        if latest is None or latest.end_ms is None or latest.end_ms < entry.end_ms:
+            latest = entry
+    return latest, waits
 
 
 def adopt(draft: Draft, server_id: str) -> tuple[WindowEntry, ...]:
@@ -435,6 +468,21 @@ def decide(draft: Draft, window_id: str, decision: Decision, now_ms: int) -> boo
     return True
 
 
+def _last(book: Book, until_ms: int) -> str | None:
+    """Return the id of the published window that ends last, at ``until_ms`` at the latest."""
+    shown = (
+        entry
+        for entry in book.windows.values()
+        if entry.state is WindowState.PUBLISHED and not entry.is_skipped
+    )
+    ends = (
+        (entry.end_ms, entry.window_id)
+        for entry in shown
+        if entry.end_ms is not None and entry.end_ms <= until_ms
+    )
+    return max(ends, default=(0, None))[1]
+
+
 def prune(
     draft: Draft,
     *,
@@ -443,12 +491,14 @@ def prune(
     keep_shards: frozenset[str],
     limit: int,
     ends_before_ms: int | None = None,
+    keep_last: bool = False,
 ) -> int:
     """Forget old windows, at most ``limit``, and old shards, except ``keep_shards``; return how many.
 
     A window is old if it is no longer retained, was published before ``windows_before_ms``, and does not end after
     ``ends_before_ms`` (event time; None: as ``windows_before_ms``). A shard is old if it ended before ``shards_before_ms``, and
-    no child could find its keyed state without it. The
+    no child could find its keyed state without it. ``keep_last``: of windows published until ``ends_before_ms`` the one that
+    ends last is kept. The
     totals keep what later rules need of forgotten windows: up to which time windows were cut, and the progress of runs of rows.
     """
     book = draft.book
@@ -457,7 +507,8 @@ def prune(
     )  # (published_ms, window id), in order
     entries = (book.windows[window_id] for _, window_id in old)
     end_ms = windows_before_ms if ends_before_ms is None else ends_before_ms
-    past = (entry for entry in entries if entry.end_ms is None or entry.end_ms <= end_ms)
+    last = _last(book, end_ms) if keep_last else None
+    past = (e for e in entries if (e.end_ms is None or e.end_ms <= end_ms) and e.window_id != last)
     over = tuple(islice(past, limit))
     ends = [entry.end_ms for entry in over] + [draft.totals.cut_below_ms]
     below = max((end for end in ends if end is not None), default=None)

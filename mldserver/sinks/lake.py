@@ -54,6 +54,12 @@ def written_by(path: str) -> LakeFile | None:
     return None if match is None else LakeFile(match[1], match[2], int(match[3]))
 
 
+def may_hold(path: str, window_id: str) -> bool:
+    """Whether a file may hold rows of a window: one that the server has written for another window does not."""
+    file = written_by(path)
+    return file is None or file.window == window_id
+
+
 def check_settings(sink: SinkSpec) -> None:
     """Raise ValueError where the table is named twice, or ``partition_by`` is none of ``UNITS``."""
     refuse_table(sink)

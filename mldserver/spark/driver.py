@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING
 
 from mldserver.base.service import entitle
 from mldserver.children.channel import WireError, receive_now, send_now
-from mldserver.engine_jobs import Content, WindowJob
+from mldserver.engine_jobs import Content, FunctionView, WindowJob
 from mldserver.errors import HandlerError, MldserverError
 from mldserver.sinks import find
 from mldserver.sinks.sink import SinkSpec, check_result
@@ -45,6 +45,8 @@ from mldserver.spark.session import MOST_POOLS, QUERIES, WINDOWS, DriverSession,
 from mldserver.windows import Window
 
 if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
+
     from mldserver.spark.query_job import Views
     from mldserver.spark.window_job import WindowHook
 
@@ -225,7 +227,9 @@ class Jobs:
                 find(sink.format).publish(spark, sink, request.job)
                 return wire.JobDone(request.id, ())
             cores = self.session.slots()
-            hook = replace(function.hook, around=partial(self._record_hook_call, job))
+            hook = replace(
+                function.hook, around=partial(self._record_hook_call, job), read_view=self._read_view
+            )
 
             def compute(jobs: Sequence[WindowJob]) -> tuple[wire.Output, ...]:
                 return run_windows(spark, function.schema, hook, jobs, cores)
@@ -263,6 +267,9 @@ class Jobs:
                 lambda name: self.functions[name].sink if name in self.functions else None,
             )
             return self._views
+
+    def _read_view(self, view: FunctionView) -> DataFrame | None:
+        return self._session_views().read(view)
 
     def _query(self, request: wire.RunQuery, files: list[int]) -> wire.QueryDone:
         from mldserver.spark.query_job import run_query  # noqa: PLC0415  # pyspark, which the server never imports

@@ -16,13 +16,15 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pyarrow as pa
 from pyspark.serializers import read_int
+from pyspark.sql import functions as F  # noqa: N812  # its usual name
 from pyspark.sql.pandas.serializers import ArrowStreamSerializer
 from pyspark.sql.pandas.types import to_arrow_schema
 
-from mldserver.engine_jobs import FunctionView
+from mldserver.engine_jobs import REVISION, WINDOW, FunctionView
 from mldserver.errors import QueryTooLarge
 from mldserver.handler.queries import Query, QueryResult, values_of
 from mldserver.sinks import find
+from mldserver.sinks.lake import may_hold
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -52,13 +54,30 @@ class Views:
             for view in views:
                 self._make(view)
 
+    def read(self, view: FunctionView) -> DataFrame | None:
+        """Return the rows of a view; None: it has no files. Raises as ``make``."""
+        view = self._with_files(view)
+        if not view.paths:
+            return None
+        frame = self._frame(view)
+        if not view.is_table or view.window is None:
+            return frame
+        return frame.where(F.col(WINDOW) == view.window).drop(WINDOW, REVISION)
+
+    def _with_files(self, view: FunctionView) -> FunctionView:
+        """Return a view of a table with the table's present files."""
+        if not view.is_table or (sink := self._sink_of(view.name)) is None:
+            return view
+        files = cast("FileTable", find(sink.format)).files(sink)
+        return replace(
+            view, paths=tuple(file for file in files if view.window is None or may_hold(file, view.window))
+        )
+
     def _make(self, view: FunctionView) -> None:
         made = self._made.get(view.name)
         if made is not None and made.serial > view.serial:
             return
-        if view.is_table and (sink := self._sink_of(view.name)) is not None:
-            table = cast("FileTable", find(sink.format))
-            view = replace(view, paths=table.files(sink))  # as it is now
+        view = self._with_files(view)
         if not (view.paths or view.schema):
             return
         if made != view:

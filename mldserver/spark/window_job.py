@@ -32,8 +32,9 @@ from pyspark.sql import DataFrame
 from pyspark.sql import functions as F  # noqa: N812  # its usual name
 
 from mldserver.base.uris import NOTHING_RENAMED, reach
-from mldserver.engine_jobs import REVISION, WINDOW, WindowJob
+from mldserver.engine_jobs import REVISION, WINDOW, FunctionView, WindowJob
 from mldserver.errors import HandlerInvalid
+from mldserver.handler.signatures import takes_also
 from mldserver.sinks.sink import escaped
 from mldserver.spark.counts import (
     REMOVE,
@@ -87,7 +88,7 @@ _FILE_BYTES = 128 * 1024 * 1024
 class WindowHook:
     """What becomes of a window's rows."""
 
-    on_window: Callable[[DataFrame, Window], object] | None
+    on_window: Callable[..., object] | None
     """None: rows are written as they are."""
     check: Callable[[Iterable[str]], None] | None = None
     """Called with the names of the output's columns; what it raises fails the window."""
@@ -99,8 +100,12 @@ class WindowHook:
     """Whether ``on_window`` may return None, having written the window somewhere itself."""
     around: Callable[[Window], AbstractContextManager[None]] = lambda _: contextlib.nullcontext()
     """Returns what each call of ``on_window`` runs in."""
+    takes_previous: bool = False
+    """Whether ``on_window`` takes the result of the window before."""
+    read_view: Callable[[FunctionView], DataFrame | None] = lambda _: None
+    """Returns the rows of a view; None: it has no files."""
 
-    def apply(self, rows: DataFrame, window: Window) -> DataFrame | None:
+    def apply(self, rows: DataFrame, job: WindowJob) -> DataFrame | None:
         """Return the window's result; None when the hook wrote for itself.
 
         An ``async`` hook runs on an event loop of its own in this very thread, as py4j binds threads. Raises what
@@ -108,9 +113,12 @@ class WindowHook:
         handler says that it writes for itself.
         """
         result: object = rows
-        with self.around(window):
+        arguments: tuple[object, ...] = (rows, job.window)
+        if self.takes_previous:
+            arguments += (None if job.previous is None else self.read_view(job.previous),)
+        with self.around(job.window):
             if self.on_window is not None:
-                result = self.on_window(rows, window)
+                result = self.on_window(*arguments)
             if inspect.isawaitable(result):
 
                 async def finish(awaitable: Awaitable[object]) -> object:
@@ -142,6 +150,7 @@ def hook_of(handler: Any) -> WindowHook:
         target.on_window,
         window_columns=window_columns,
         writes_for_itself=getattr(handler, "writes_for_itself", None) is True,
+        takes_previous=takes_also(target.on_window, 2, "previous"),
     )
 
 
@@ -233,7 +242,7 @@ class Attempt:
         elif remote:
             self.count = Count(self.rows)
         rows = self.rows if self.count is None else self.count.frame
-        self.result = hook.apply(rows, job.window)
+        self.result = hook.apply(rows, job)
         if view is not None and self.result is not None and remote:
             self.result.createOrReplaceTempView(view)
             self.result = self.result.sparkSession.table(view)

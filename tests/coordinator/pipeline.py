@@ -30,8 +30,11 @@ from mldserver.coordinator.core.shape import Column, Shape
 from mldserver.coordinator.membership import ServerLocks
 from mldserver.coordinator.shards import IntakeSession
 from mldserver.deadletters.destinations import as_rows
+from mldserver.engine_jobs import FunctionView
 from mldserver.errors import LedgerError
 from mldserver.jobs.predecessors import Predecessors
+from mldserver.jobs.previous import PreviousResults
+from mldserver.jobs.published import PublishedWindows
 from mldserver.jobs.runner import WindowRunner
 from mldserver.jobs.side_tables import SideTables
 from mldserver.jobs.steps import WindowSteps
@@ -204,6 +207,8 @@ class Pipeline:
         self.keeps = False
         """Whether segments are kept although late rows go elsewhere (``keep_segments``)."""
         self.predecessors: Predecessors | None = None
+        self.takes_previous = False
+        """Whether each window is computed with the result of the one before."""
         self.place: str | None = None
         """Where the ledger is, if not in the folder."""
         self.names = itertools.count()
@@ -218,6 +223,13 @@ class Pipeline:
         self.engine = self.make_engine()
         self.runner = None
         if self.spec is not None:
+            published = PublishedWindows(
+                shape=FunctionView("test", ()),
+                has_view=True,
+                ledger=self.ledger,
+                store=store,
+                clock=self.clock,
+            )
             steps = WindowSteps(
                 pipeline="test",
                 ledger=self.ledger,
@@ -228,6 +240,9 @@ class Pipeline:
                 freed=lambda freed: self.coordinator.freed(freed),  # noqa: PLW0108  # made below
                 predecessors=self.predecessors,
                 overlap=self.overlap,
+                previous=PreviousResults(ledger=self.ledger, published=published)
+                if self.takes_previous
+                else None,
             )
             retrying: dict[str, Any] = {
                 "random": random.Random(0).random,
@@ -245,7 +260,7 @@ class Pipeline:
                 )
             self.runner = WindowRunner(steps, self.policy, side_tables=side_tables, **retrying)
         self.coordinator = Coordinator(
-            rules=self.rules,
+            rules=replace(self.rules, in_order=self.takes_previous),
             spec=self.spec,
             shape=Shape.of("test", self.columns, self.spec),
             ledger=self.ledger,

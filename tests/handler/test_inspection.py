@@ -156,7 +156,7 @@ def test_a_handler_without_a_schema_has_only_side_effects(inspect: Any) -> None:
         ),
         (
             PROCESS + "schema = 'n INT'\ndef on_window(rows): return rows",
-            "mine.py:3: on_window is called as on_window(rows, window), but is on_window(rows)",
+            "mine.py:3: on_window is called as on_window(rows, window) or on_window(rows, window, previous), but is on_window(rows)",
         ),
         (PROCESS + "schema = ['n INT']", "mine.py:2: schema is a list, not Spark DDL as text"),
         (

@@ -48,6 +48,8 @@ class CoordinatorRules(FlowSettings):
     disorder_ms: int = 0
     overlap: bool = False
     """Whether windows share segments: they are sliding windows."""
+    in_order: bool = False
+    """Whether each window is computed with the result of the one before: rows for a window before one that was cut are late."""
     parks: bool = False
     """Whether records wait behind dead letters of their partition key."""
     settle_time_ms: int = 10_000
@@ -167,6 +169,13 @@ class OpenWindows:
             return frozenset(key.id for key in ahead)
         new = [key.id for key in ahead if key.id not in self._open]
         return frozenset(new[max(0, MOST_AHEAD - len(held) // panes) :])
+
+    def latest_end_ms(self, window_ids: Iterable[str]) -> int | None:
+        """Return the end of the last of these open windows that is not too far ahead of the stream; None: there is none."""
+        keys = (self._open[window_id] for window_id in window_ids)
+        return max(
+            (key.end_ms for key in keys if key.end_ms is not None and not self.is_ahead(key)), default=None
+        )
 
     def cut(self, window_ids: Iterable[str]) -> None:
         """Note windows that were cut. Cutting the ``batches`` window in progress starts the next one."""

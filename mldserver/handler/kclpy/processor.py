@@ -25,6 +25,7 @@ from mldserver.handler.kclpy.amazon_kclpy import (
     ShutdownInput,
     ShutdownRequestedInput,
 )
+from mldserver.handler.signatures import accepts
 from mldserver.records import Batch, Shard
 
 HOOKS: Final = ("initialize", "process_records", "lease_lost", "shard_ended", "shutdown_requested")
@@ -168,16 +169,3 @@ def problems(cls: type, version: int) -> list[tuple[str, str, bool]]:
             called = f"{name} is called with {count} argument{'s' * (count > 1)} by version {version} of amazon_kclpy"
             problems.append((f"{called}, but is {name}{inspect.signature(method)}", name, True))
     return problems
-
-
-def accepts(function: Any, count: int) -> bool:
-    """Return whether a function accepts ``count`` arguments. Functions written in C may not say: then True."""
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):
-        return True
-    try:
-        signature.bind(*[None] * count)
-    except TypeError:
-        return False
-    return True
