@@ -105,18 +105,20 @@ class WindowHook:
     read_view: Callable[[FunctionView], DataFrame | None] = lambda _: None
     """Returns the rows of a view; None: it has no files."""
 
-    def apply(self, rows: DataFrame, job: WindowJob) -> DataFrame | None:
-        """Return the window's result; None when the hook wrote for itself.
+    def apply(
+        self, rows: DataFrame, window: Window, previous: FunctionView | None = None
+    ) -> DataFrame | None:
+        """Return the window's result; None when the hook wrote for itself. ``previous``: the result of the window before.
 
         An ``async`` hook runs on an event loop of its own in this very thread, as py4j binds threads. Raises what
         the hook raises, and HandlerInvalid when it returns anything else than a DataFrame: None too, unless the
         handler says that it writes for itself.
         """
         result: object = rows
-        arguments: tuple[object, ...] = (rows, job.window)
+        arguments: tuple[object, ...] = (rows, window)
         if self.takes_previous:
-            arguments += (None if job.previous is None else self.read_view(job.previous),)
-        with self.around(job.window):
+            arguments += (None if previous is None else self.read_view(previous),)
+        with self.around(window):
             if self.on_window is not None:
                 result = self.on_window(*arguments)
             if inspect.isawaitable(result):
@@ -242,7 +244,7 @@ class Attempt:
         elif remote:
             self.count = Count(self.rows)
         rows = self.rows if self.count is None else self.count.frame
-        self.result = hook.apply(rows, job)
+        self.result = hook.apply(rows, job.window, job.previous)
         if view is not None and self.result is not None and remote:
             self.result.createOrReplaceTempView(view)
             self.result = self.result.sparkSession.table(view)

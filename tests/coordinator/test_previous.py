@@ -162,6 +162,26 @@ async def test_windows_of_several_workers_and_servers_follow_one_another(tmp_pat
     assert len(totals(one)) > 4
 
 
+async def test_a_window_waits_for_the_one_before_however_slow_it_is(tmp_path: Path) -> None:
+    pipeline = pipeline_of(tmp_path, policy=WindowSettings(window_concurrency=3))
+
+    class Slow(Totals):
+        async def compute(self, job: WindowJob) -> Any:
+            await pipeline.clock.sleep(8 if job.window.id in {W[0], W[2]} else 0)
+            return await super().compute(job)
+
+    pipeline.make_engine = Slow
+    async with pipeline.life():
+        session = await pipeline.open("a")
+        await give(pipeline, session, (1, 1000), (2, 11_000), (3, 21_000), (4, 31_000), (5, 45_000))
+        await pipeline.clock.advance(6)
+        assert totals(pipeline) == {}
+        await pipeline.clock.advance(6)
+        assert totals(pipeline) == {W[0]: 1, W[1]: 2}
+        await pipeline.clock.advance(10)
+        assert totals(pipeline) == {W[0]: 1, W[1]: 2, W[2]: 3, W[3]: 4}
+
+
 async def test_rows_for_a_window_before_one_that_was_cut_are_late_though_it_never_was(tmp_path: Path) -> None:
     pipeline = pipeline_of(tmp_path)
     async with pipeline.life():

@@ -1,8 +1,9 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import pytest
 from pyspark.sql import DataFrame
@@ -36,6 +37,20 @@ def test_a_modules_function_is_called_with_rows_and_window() -> None:
     rows = Rows()
     assert hook_of(SimpleNamespace(on_window=on_window)).apply(rows, WINDOW) is rows
     assert seen == [(rows, WINDOW)]
+
+
+def test_a_function_that_takes_the_result_before_gets_it_and_none_for_the_first_window() -> None:
+    seen = []
+
+    def on_window(rows: Any, window: Window, previous: Any) -> Any:
+        seen.append(previous)
+        return rows
+
+    rows, before = Rows(), Rows()
+    hook = replace(hook_of(SimpleNamespace(on_window=on_window)), read_view={"v": before}.get)
+    assert hook.apply(rows, WINDOW) is rows
+    hook.apply(rows, WINDOW, cast("Any", "v"))
+    assert seen == [None, before]
 
 
 def test_a_class_is_instantiated_once() -> None:
