@@ -32,6 +32,7 @@ from mldserver.coordinator.core.shape import Shape
 from mldserver.errors import EXIT_CLEAN, EXIT_FAULT, OperatorError
 from mldserver.jobs.replay import Difference, Replay, chosen
 from mldserver.ledger.contract import LedgerState, WindowEntry
+from mldserver.ledger.rules import preceding
 from mldserver.output.layout import written
 from mldserver.output.store import OutputStore
 from mldserver.windows import counted
@@ -148,6 +149,8 @@ def _replayed(
             to=target,
             older=shape.older(state),
             is_compared=settings.sink is None,
+            takes_previous=spec.takes_previous,
+            before=preceding(state.windows, entries[0].window_id)[0],
         )
         return asyncio.run(_run(replay, entries))
 

@@ -152,6 +152,8 @@ def sim(
     if spec.keyed:
         # The fake stream's listing says which keys a shard has.
         settings = replace(settings, stream="simulated")
+    if spec.takes_previous:
+        settings = replace(settings, late="separate")
     stream = build_stream(
         lines,
         shards=shards,

@@ -15,6 +15,7 @@ from mldserver.ledger.contract import WindowEntry
 from mldserver.ledger.operations import Ledger
 from mldserver.output.layout import OUTPUTS, window_path
 from mldserver.output.manifest import MANIFESTS, Manifest, latest
+from mldserver.output.publish import shown_files
 from mldserver.output.store import OutputStore
 
 _SERIALS: Final = itertools.count(1)
@@ -62,8 +63,11 @@ class PublishedWindows:
 
     async def view_of(self, entry: WindowEntry) -> FunctionView | None:
         """Return the view of one published window; None if it has no output. Raises OSError, and ValueError as ``Manifest.decode``."""
-        shape = replace(self.shape, window=entry.window_id, columns=None, schema="")
-        return shape if shape.is_table else await asyncio.to_thread(self._view_of, shape, [entry])
+        view = replace(self.shape, window=entry.window_id, columns=None, schema="")
+        if view.is_table:
+            return view
+        files = await asyncio.to_thread(shown_files, self.store, entry.window_id)
+        return replace(view, paths=tuple(map(self.store.uri, files))) if files else None
 
     def _view_of(self, shape: FunctionView, entries: Iterable[WindowEntry]) -> FunctionView | None:
         """Return the view of published windows. Blocking."""

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
-from mldserver.engine_jobs import WindowJob
+from mldserver.engine_jobs import FunctionView, WindowJob
 from mldserver.errors import MldserverError
 from mldserver.jobs.steps import job_of
 from mldserver.ledger.contract import WindowEntry
 from mldserver.output.layout import window_path
+from mldserver.output.publish import shown_files
 from mldserver.windows import as_window
 
 if TYPE_CHECKING:
@@ -67,12 +68,20 @@ class Replay:
     """As ``WindowSteps.older``."""
     is_compared: bool = True
     """Whether windows are published as files, which can be compared."""
+    takes_previous: bool = False
+    """Whether ``on_window`` takes the result of the window before: of the replay, and for the first one what is published."""
+    before: WindowEntry | None = None
+    """The published window before the first one."""
+    _previous: FunctionView | None = None
 
     async def run(self, entries: Iterable[WindowEntry], report: Callable[[Difference], None]) -> None:
         """Compute windows again, a group at a time. Calls ``report`` with each window's difference, in order."""
         waiting = list(entries)
+        if self.takes_previous and self.before is not None:
+            files = await asyncio.to_thread(shown_files, self.store, self.before.window_id)
+            self._previous = FunctionView(self.pipeline, tuple(map(self.store.uri, files))) if files else None
         while waiting:
-            group = waiting[: self.engine.group_limit]
+            group = waiting[: 1 if self.takes_previous else self.engine.group_limit]
             del waiting[: len(group)]
             try:
                 rows = await self._compute(group)
@@ -94,7 +103,10 @@ class Replay:
         """Compute windows as one job; return the rows of each output. Raises what the engine raises."""
         jobs = tuple(await asyncio.to_thread(lambda: [self._job(entry) for entry in group]))
         if len(jobs) == 1:
-            return [(await self.engine.compute(jobs[0])).rows]
+            result = await self.engine.compute(jobs[0])
+            paths = tuple(f"{jobs[0].staging}/{file}" for file in result.files)
+            self._previous = FunctionView(self.pipeline, paths) if paths else None
+            return [result.rows]
         return [result.rows for result in await self.engine.compute_group(jobs)]
 
     def _job(self, entry: WindowEntry) -> WindowJob:
@@ -104,28 +116,27 @@ class Replay:
             self.to.prepare()
         bounds = entry.start_ms, entry.end_ms
         window = as_window(entry.window_id, *bounds, revision=entry.revision, pipeline=self.pipeline)
-        return job_of(entry, window, 1, self.to.uri(place), self.store, self.older)
+        job = job_of(entry, window, 1, self.to.uri(place), self.store, self.older)
+        return replace(job, previous=self._previous) if self.takes_previous else job
 
     def _difference(self, entry: WindowEntry, rows: int) -> Difference:
         """Compare a window's two outputs. Blocking."""
         if not self.is_compared:
             return Difference(entry.window_id, rows=rows)
-        folder = window_path(entry.window_id) if self.store.local else entry.staging or ""
         try:
-            before = _read(self.store, folder)
-            now = _read(self.to, window_path(entry.window_id))
-        except OSError as error:  # a revision has replaced it meanwhile
+            before = _read(self.store, shown_files(self.store, entry.window_id))
+            now = _read(self.to, [path for path, _ in self.to.files(window_path(entry.window_id))])
+        except (OSError, ValueError) as error:  # a revision has replaced it meanwhile
             return Difference(entry.window_id, rows=rows, error=f"The outputs cannot be compared: {error}")
         return compared(entry.window_id, before, now)
 
 
-def _read(store: OutputStore, folder: str) -> pa.Table | None:
-    """Return the rows of an output; None for one without files. Raises OSError."""
+def _read(store: OutputStore, files: Iterable[str]) -> pa.Table | None:
+    """Return the rows of an output's files; None for one without files. Raises OSError."""
     import pyarrow as pa  # noqa: PLC0415  # commands that replay nothing do not need it
 
-    names = [path for path, _ in store.files(folder) if path.endswith(".parquet")]
     tables = []
-    for name in sorted(names):
+    for name in sorted(file for file in files if file.endswith(".parquet")):
         with store.parquet(name) as file:
             tables.append(file.read())
     return pa.concat_tables(tables, promote_options="permissive") if tables else None

@@ -365,7 +365,7 @@ class Ledger(abc.ABC):
 
         None if none is published, or this window is unknown. Windows that were set aside or skipped do not count.
         """
-        return await self._timed(self._read_book(lambda book: rules.preceding(book, window_id)))
+        return await self._timed(self._read_book(lambda book: rules.preceding(book.windows, window_id)))
 
     async def adopt(self) -> tuple[WindowEntry, ...]:
         """Own every CUT or COMMITTED window that has no owner, and return them."""

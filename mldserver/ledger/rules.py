@@ -309,15 +309,15 @@ def _with_segments(entry: WindowEntry, added: Iterable[Segment]) -> WindowEntry:
     return replace(entry, segments=segments, pending=(), rows_in=sum(segment.rows for segment in segments))
 
 
-def preceding(book: Book, window_id: str) -> tuple[WindowEntry | None, bool]:
+def preceding(windows: Mapping[str, WindowEntry], window_id: str) -> tuple[WindowEntry | None, bool]:
     """Return the published window that ends last before a window does, and whether one before it is still to be published.
 
     Windows that were set aside or skipped do not count.
     """
-    window, latest, waits = book.windows.get(window_id), None, False
+    window, latest, waits = windows.get(window_id), None, False
     if window is None or window.end_ms is None:
         return None, False
-    for entry in book.windows.values():
+    for entry in windows.values():
         if entry.end_ms is None or entry.end_ms >= window.end_ms:
             continue
         waits = waits or entry.state in _UNDER_WAY

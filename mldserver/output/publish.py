@@ -36,6 +36,18 @@ _NO_EXCHANGE = frozenset({errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP})
 _TAKEN = frozenset({errno.ENOTEMPTY, errno.EEXIST})
 
 
+def shown_files(store: OutputStore, window_id: str) -> tuple[str, ...]:
+    """Return the files of a published window, relative to the output folder; none if it has no output.
+
+    Raises OSError, and ValueError as ``Manifest.decode``.
+    """
+    if store.local:
+        found = (path for path, _ in store.files(window_path(window_id)))
+        return tuple(sorted(path for path in found if path.endswith(".parquet")))
+    manifest = latest(path for path, _ in store.files(f"{MANIFESTS}/{window_id}")).get(window_id)
+    return () if manifest is None else Manifest.decode(store.get(manifest)).files
+
+
 class Publisher:
     """Publishes into one output folder."""
 

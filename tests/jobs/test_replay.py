@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mldserver.jobs.replay import Difference, Replay, chosen, compared
-from mldserver.ledger.contract import WindowEntry
+from mldserver.ledger.contract import WindowEntry, WindowState
 from mldserver.output.store import OutputStore
 from mldserver.testing import LocalEngine
 from mldserver.windows import TimeWindows, time_window_id
@@ -40,9 +40,13 @@ async def replay(tmp_path: Path) -> AsyncIterator[Replayed]:
     entries = list(chosen(pipeline.state().windows.values(), 0, None))
     assert [entry.window_id for entry in entries] == W[:3]
 
-    async def run(on_table: Any = None, **more: Any) -> list[Difference]:
+    async def run(
+        on_table: Any = None, engines: list[LocalEngine] | None = None, **more: Any
+    ) -> list[Difference]:
         found: list[Difference] = []
-        engine = LocalEngine(on_table)
+        engine = LocalEngine(on_table, group_limit=2)
+        if engines is not None:
+            engines.append(engine)
         async with asyncio.TaskGroup() as group:
             group.create_task(engine.run())
             both = {"store": OutputStore(str(out)), "to": OutputStore(str(tmp_path / "new"))}
@@ -76,6 +80,21 @@ async def test_other_code_shows_what_it_changes(replay: Replayed) -> None:
     assert (first.rows_before, first.rows, first.only_before, first.only_now) == (2, 2, 2, 2)
     assert (first.columns_gone, first.columns_new, first.columns_changed) == ((), ("more",), ("value",))
     assert not first.is_none
+
+
+@pytest.mark.parametrize("before", [None, "window"])
+async def test_windows_that_take_the_result_before_get_that_of_the_replay(
+    replay: Replayed, tmp_path: Path, before: str | None
+) -> None:
+    engines: list[LocalEngine] = []
+    entry = before and WindowEntry(W[2], WindowState.PUBLISHED)  # any window whose output is there
+    found = await replay(takes_previous=True, before=entry, engines=engines)
+    assert all(each.is_none for each in found)
+    (engine,) = engines
+    seen = [job.previous and [Path(path).parent for path in job.previous.paths] for job in engine.jobs]
+    first = [tmp_path / "out" / f"window={W[2]}"] if before else None
+    assert seen == [first, *([tmp_path / "new" / f"window={window}"] for window in W[:2])]
+    assert engine.groups == [1, 1, 1]
 
 
 async def test_segments_may_be_kept_although_late_rows_go_elsewhere(tmp_path: Path) -> None:

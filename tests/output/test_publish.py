@@ -18,7 +18,7 @@ from mldserver.errors import OperatorError
 from mldserver.ledger.contract import Commit
 from mldserver.output.layout import attempt_path, window_path, writer_tag
 from mldserver.output.manifest import current_files
-from mldserver.output.publish import Publisher
+from mldserver.output.publish import Publisher, shown_files
 from mldserver.output.store import OutputStore
 
 TAG = writer_tag("0" * 8, "one")
@@ -98,6 +98,19 @@ def test_a_next_revision_takes_the_place_of_the_one_before(shop: Shop) -> None:
     shop.replace(shop.make("a", 2, 3))
     assert shop.shown() == [3, 5]
     assert shop.attempts() == []
+
+
+def test_the_files_of_a_window_are_those_of_its_present_revision(shop: Shop) -> None:
+    assert shown_files(shop.store, "a") == ()
+    shop.replace(shop.make("a", 1, 1, 2))
+    shop.replace(shop.make("b", 1, 5))
+    first = shown_files(shop.store, "a")
+    shop.replace(shop.make("a", 2, 3))
+    second = shown_files(shop.store, "a")
+    assert (len(first), len(second), set(first) & set(second)) == (2, 1, set())
+    assert shop.store.exists(second[0])
+    shop.replace(shop.make("a", 3))
+    assert shown_files(shop.store, "a") == ()
 
 
 def test_a_revision_without_output_takes_the_one_before_away(shop: Shop) -> None:
