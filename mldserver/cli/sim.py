@@ -6,7 +6,6 @@ import os
 import shlex
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path  # cyclopts reads the annotations
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -149,11 +148,7 @@ def sim(
         handler, folder, environ=os.environ, folder=working_directory(), spark_master=spark_master
     )
     spec = load_spec(handler)
-    if spec.keyed:
-        # The fake stream's listing says which keys a shard has.
-        settings = replace(settings, stream="simulated")
-    if spec.takes_previous:
-        settings = replace(settings, late="separate")
+    settings = playground.fitted(settings, spec)
     stream = build_stream(
         lines,
         shards=shards,

@@ -25,6 +25,7 @@ from mldserver.config.resolve import home, resolve
 from mldserver.config.settings import Settings
 from mldserver.errors import ConfigError
 from mldserver.handler.inspection import load_spec
+from mldserver.handler.spec import HandlerSpec
 from mldserver.jobs.engine import Engine
 from mldserver.output.layout import SPARK
 from mldserver.records import DeadLetter
@@ -176,6 +177,14 @@ def play_settings(
     master = spark_master or (settings.spark_master if is_local(settings.spark_master) else "local[*]")
     settings = resolve(fixed | {"spark_master": master}, environ=environ, folder=folder, leave_out=_OUTWARD)
     return dataclasses.replace(settings, constants={"settle_time_ms": _SETTLE_MS})
+
+
+def fitted(settings: Settings, spec: HandlerSpec) -> Settings:
+    """Return the settings with what the handler cannot do without."""
+    if spec.keyed:
+        # The fake stream's listing says which keys a shard has.
+        settings = dataclasses.replace(settings, stream="simulated")
+    return dataclasses.replace(settings, late="separate") if spec.takes_previous else settings
 
 
 def quick_spark(settings: Settings) -> Engine | None:
