@@ -27,6 +27,7 @@ from mldserver import (
     Timers,
     Window,
     batches,
+    sliding,
     timer,
     tumbling,
 )
@@ -49,7 +50,7 @@ SECTIONS: Final[dict[str, tuple[Any, ...]]] = {
     "Timers": (timer, Timer, Timers),
     "Queries and lookups": (Lookup, Rows, RowStream),
     "Failures": (Retry, Discard, Fatal, BatchResult),
-    "Windows": (tumbling, batches, Window),
+    "Windows": (tumbling, sliding, batches, Window),
     "Changes of a DynamoDB table": (Change, NotAChange),
 }
 """The public names by section, in the order of the page."""
