@@ -397,6 +397,12 @@ def _runner(
             f"on_window takes previous, which cannot be read back from {sink}.",
             advice="Publish into files, Delta Lake or Iceberg; or keep what goes from window to window in keyed state.",
         )
+    early_ms = getattr(spec.windows, "early_ms", None)
+    if early_ms is not None and sink is not None:
+        raise ConfigError(
+            f"windows have early results, which cannot go into {sink}.",
+            advice="Publish into files (no sink), or take early out of windows.",
+        )
     published = PublishedWindows(
         shape=view,
         has_view=sink is None,
@@ -419,6 +425,7 @@ def _runner(
         overlap=do_overlap(spec.windows),
         predecessors=Predecessors(names=spec.after, published=queries.published) if spec.after else None,
         previous=PreviousResults(ledger=ledger, published=published) if spec.takes_previous else None,
+        hides_early=early_ms is not None,
     )
     retrying = {
         "random": around.rng,
@@ -427,7 +434,7 @@ def _runner(
     }
     gate = None if around.driver is None else around.driver.run_gate
     side_tables = _side_tables(settings, spec, steps, retrying)
-    return WindowRunner(steps, settings, gate=gate, side_tables=side_tables, **retrying)
+    return WindowRunner(steps, settings, gate=gate, side_tables=side_tables, early_ms=early_ms, **retrying)
 
 
 def _refuse_table_of_letters(settings: Settings) -> None:

@@ -173,6 +173,10 @@ class Windows(_Part, frozen=True, kw_only=True):
     """Cut, and not published yet."""
     published: int = 0
     set_aside: int = 0
+    early: int = 0
+    """Early results that were shown."""
+    early_failed: int = 0
+    """Early results whose jobs failed."""
     halted: tuple[str, ...] = ()
     rows_out: int = 0
     seconds: Histogram = Histogram()

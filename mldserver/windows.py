@@ -2,8 +2,8 @@
 
 A handler declares one of three kinds:
 
-* ``tumbling(size, on=, lateness=, disorder=)``: half-open event-time intervals, aligned to the Unix epoch.
-* ``sliding(size, every=, on=, lateness=, disorder=)``: the same, except that one begins at each ``every``, so that they overlap.
+* ``tumbling(size, on=, lateness=, disorder=, early=)``: half-open event-time intervals, aligned to the Unix epoch.
+* ``sliding(size, every=, on=, lateness=, disorder=, early=)``: the same, except that one begins at each ``every``, so that they overlap.
 * ``batches(max_rows=, max_age=)``: bounded runs of rows in merge order, for pipelines without event time.
 """
 
@@ -92,6 +92,8 @@ def span_text(ms: int) -> str:
     return f"{ms} ms"
 
 
+_LEAST_EARLY_MS = 1000
+
 MOST_OVERLAPPING = 100
 """Into how many sliding windows a row may go: the ledger lists its segment in each."""
 
@@ -112,6 +114,8 @@ class TimeWindows:
 
     The rows between two such times are a *pane*. They belong to all windows that overlap the pane.
     """
+    early_ms: int | None = None
+    """How often an open window that has new rows is computed; None: windows have no early results."""
 
     @property
     def pane_ms(self) -> int:
@@ -146,19 +150,24 @@ def tumbling(
     on: str | None = None,
     lateness: str | float | timedelta = 0,
     disorder: str | float | timedelta = 0,
+    early: str | float | timedelta | None = None,
 ) -> TimeWindows:
     """Return windows that are event-time intervals of ``size``, aligned to the Unix epoch.
 
     ``on`` names the TIMESTAMP column of ``schema`` that holds the event time; None: the arrival time. A window stays open
     for ``lateness`` after its end. A row that is at most ``disorder`` behind the latest event time of its shard is not late.
+    ``early``: how often an open window is computed that has new rows; None: never.
 
     A duration is text (``"1 hour"``, ``"500 ms"``), a number of seconds, or a timedelta. Raises ValueError for any other
-    text, for a negative duration, and for a ``size`` of zero.
+    text, for a negative duration, for a ``size`` of zero, and for an ``early`` that is not below ``size``, or under a second.
     """
     size_ms = duration_ms(size)
     if size_ms == 0:
         raise ValueError("a window needs a size above zero")
-    return TimeWindows(size_ms, on, duration_ms(lateness), duration_ms(disorder))
+    early_ms = None if early is None else duration_ms(early)
+    if early_ms is not None and not _LEAST_EARLY_MS <= early_ms < size_ms:
+        raise ValueError(f"early must be at least 1 s, and less than the size, {span_text(size_ms)}")
+    return TimeWindows(size_ms, on, duration_ms(lateness), duration_ms(disorder), early_ms=early_ms)
 
 
 def sliding(
@@ -168,6 +177,7 @@ def sliding(
     on: str | None = None,
     lateness: str | float | timedelta = 0,
     disorder: str | float | timedelta = 0,
+    early: str | float | timedelta | None = None,
 ) -> TimeWindows:
     """Return windows of ``size`` of which one begins at each multiple of ``every`` since the Unix epoch.
 
@@ -175,7 +185,8 @@ def sliding(
     stored once. The other arguments are those of ``tumbling``. Raises ValueError as ``tumbling`` does, and for an ``every`` that
     does not fit ``size``.
     """
-    base, every_ms = tumbling(size, on=on, lateness=lateness, disorder=disorder), duration_ms(every)
+    base = tumbling(size, on=on, lateness=lateness, disorder=disorder, early=early)
+    every_ms = duration_ms(every)
     if every_ms == 0 or base.size_ms % every_ms:
         raise ValueError(
             f"a window's size must be a multiple of every, and {span_text(base.size_ms)} is not one of {span_text(every_ms)}"
@@ -215,6 +226,8 @@ class Window:
     """
     pipeline: str = ""
     """The pipeline's name."""
+    final: bool = True
+    """False for an early result (``early`` in ``tumbling`` and ``sliding``): more rows may come. ``revision`` is 0 then."""
 
 
 def time_window_id(start_ms: int) -> str:
@@ -254,12 +267,18 @@ def overlapping(start_ms: int, end_ms: int, every_ms: int) -> tuple[tuple[str, i
 
 
 def as_window(
-    window_id: str, start_ms: int | None, end_ms: int | None, *, revision: int, pipeline: str
+    window_id: str,
+    start_ms: int | None,
+    end_ms: int | None,
+    *,
+    revision: int,
+    pipeline: str,
+    final: bool = True,
 ) -> Window:
     """Return the handler's view of a window; bounds beyond the years 1 to 9999 are cut to these."""
     start = None if start_ms is None else _instant(start_ms)
     end = None if end_ms is None else _instant(end_ms)
-    return Window(window_id, start, end, revision, pipeline)
+    return Window(window_id, start, end, revision, pipeline, final)
 
 
 def _instant(ms: int) -> datetime:

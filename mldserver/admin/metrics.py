@@ -137,6 +137,10 @@ windows_published_total  windows.published
     Windows that this server has published.
 windows_set_aside_total  windows.set_aside
     Windows that kept failing and were set aside.
+early_results_total  windows.early
+    Early results of open windows that were shown.
+early_result_failures_total  windows.early_failed
+    Early results whose jobs failed.
 window_failures_total  totals.windows_failed
     Attempts at windows that failed.
 window_rows_total  windows.rows_out

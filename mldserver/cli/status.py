@@ -296,6 +296,7 @@ def facts(status: Status) -> dict[str, Any]:
         | status.failures,
         "watermark": msgspec.structs.asdict(status.watermark),
         "windows": {name: getattr(windows, name) for name in ("open", "waiting", "published", "set_aside")}
+        | ({"early results": windows.early} if windows.early else {})
         | {"halted": len(windows.halted)},
         "Spark": spark
         and {name: getattr(spark, name) for name in ("version", "master", "ready", "trouble", "jobs", "ui")},

@@ -70,8 +70,10 @@ async def recover(
     """
     adopted: tuple[WindowEntry, ...] = ()
     if runner is not None:
-        if runner.steps.retain:
-            await asyncio.to_thread(runner.steps.publisher.check)
+        publisher = runner.steps.publisher
+        if runner.steps.retain or runner.steps.hides_early:
+            await asyncio.to_thread(publisher.check)
+        await asyncio.to_thread(publisher.drop_early)
         kill_point("recovery.opened")
         adopted = await ledger.adopt()
         kill_point("recovery.adopted")

@@ -125,6 +125,7 @@ class _Inspection:
             self.findings.append(Finding(text, self.source.file, line))
         window_columns, writes_for_itself = self._output(hooks)
         after = self._after(windows)
+        self._early(windows, hooks.get("on_window"), writes=writes_for_itself)
         if (
             "on_window" in hooks
             and hooks["on_window"].takes_previous
@@ -316,6 +317,20 @@ class _Inspection:
                 f"schema: column {RECORD_COLUMN}: with process_table it names each row's record", "schema"
             )
         return schema
+
+    def _early(self, windows: WindowSpec | None, hook: HookSpec | None, *, writes: bool) -> None:
+        """Find what early results cannot go with."""
+        if isinstance(windows, TimeWindows) and windows.early_ms is not None:
+            if writes:
+                self._find(
+                    "early is not for writes_for_itself: nothing could take back what was written early",
+                    "windows",
+                )
+            if hook is not None and hook.takes_previous:
+                self._find(
+                    "early is not for an on_window with previous: the window before may be open, too",
+                    "windows",
+                )
 
     def _windows(self, schema: Schema | None, retention_ms: int | None) -> WindowSpec | None:
         windows = self._attribute("windows")

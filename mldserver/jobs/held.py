@@ -48,11 +48,6 @@ class HeldWindows:
     _held: list[_Held] = field(default_factory=list)
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
-    @property
-    def may_hold(self) -> bool:
-        """Whether windows of this function ever wait."""
-        return self.predecessors is not None or self.previous is not None
-
     def submit(self, entry: WindowEntry) -> None:
         """Release a window, now or later. One whose output counts already is released now: only its publication is left."""
         window = _Held(entry, self.clock.steady_ms())

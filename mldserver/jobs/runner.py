@@ -31,6 +31,7 @@ from mldserver.errors import (
     fields_to_log,
     may_quote,
 )
+from mldserver.jobs.early import EarlyResults
 from mldserver.jobs.engine import RETRIED_ERRORS, RETRY_SECONDS, allowed_seconds
 from mldserver.jobs.held import HeldWindows
 from mldserver.jobs.run_gate import RunGate, WindowKey
@@ -164,13 +165,14 @@ class WindowRunner:
         retry_seconds: tuple[float, float] = RETRY_SECONDS,
         gate: RunGate | None = None,
         side_tables: SideTables | None = None,
+        early_ms: int | None = None,
     ) -> None:
         """Take the steps one by one; ``random`` gives [0, 1) for jitter.
 
         ``log_error_messages``: whether log and status quote what errors of jobs say. The ledger keeps it in any case.
         ``retry_seconds``: the first and the longest wait between runs. ``gate``: the one of the engine's driver, if other
         functions share that. ``side_tables``: where late rows and dead letters go, if those
-        are tables.
+        are tables. ``early_ms``: how often open windows are computed; None: never.
         """
         self._retry_seconds = retry_seconds
         self._quote_errors = log_error_messages
@@ -184,22 +186,36 @@ class WindowRunner:
         self.latest: deque[WindowLife] = deque(maxlen=_LATEST)
         self.halted: dict[str, WindowLife] = {}
         """Windows that kept failing and that every other waits for."""
-        self._held = HeldWindows(
-            predecessors=steps.predecessors,
-            previous=steps.previous,
-            clock=steps.clock,
-            release=self._ready_windows.put_nowait,
-        )
-        """Windows that wait for other windows."""
+        self._held: HeldWindows | None = None
+        """Windows that wait for other windows; None: those of this function do not."""
+        if steps.predecessors is not None or steps.previous is not None:
+            self._held = HeldWindows(
+                predecessors=steps.predecessors,
+                previous=steps.previous,
+                clock=steps.clock,
+                release=self._ready_windows.put_nowait,
+            )
         self._not_halted = asyncio.Event()
         self._not_halted.set()
         self._idle = asyncio.Event()
         self._idle.set()
+        self._busy = asyncio.Event()
+        """Set while a window is waiting or running: then no early result is computed."""
         self.side_tables = side_tables
         self.published = self.set_aside = self.rows_out = 0
         self._alone: deque[tuple[WindowEntry, Committed | None]] = deque()
         """Windows that come next, each alone, with their output where it counts already."""
         self._run_gate = gate or RunGate()
+        self.early: EarlyResults | None = None
+        if early_ms is not None:
+            self.early = EarlyResults(
+                steps=steps,
+                every_ms=early_ms,
+                idle=self._idle,
+                busy=self._busy,
+                gate=self._run_gate,
+                quote_errors=log_error_messages,
+            )
         self._slow_windows: set[str] = set()
         """Windows whose hooks were slow; beside each one more worker goes on until it is done."""
         self._extra_workers = 0
@@ -235,22 +251,25 @@ class WindowRunner:
                 self.unfinished[_key(entry)] = life
                 self.latest.append(life)
                 self._idle.clear()
-                self._held.submit(entry)
+                self._busy.set()
+                (self._ready_windows.put_nowait if self._held is None else self._held.submit)(entry)
 
     @property
     def trouble(self) -> str | None:
         """Which windows wait for a function that does not run here, as a clause; None: there are none."""
-        return self._held.trouble
+        return None if self._held is None else self._held.trouble
 
     async def run(self) -> None:
         """Compute windows until cancelled; ``policy.window_concurrency`` at a time."""
         async with asyncio.TaskGroup() as group:
             self._workers = group
             group.create_task(self.steps.clean_up(), name="replaced outputs")
-            if self._held.may_hold:
+            if self._held is not None:
                 group.create_task(self._held.run(), name="held windows")
             if self.side_tables is not None:
                 group.create_task(self.side_tables.run(), name="side tables")
+            if self.early is not None:
+                group.create_task(self.early.run(), name="early results")
             for _ in range(self._policy.window_concurrency):
                 group.create_task(self._work_forever(), name="windows")
             try:
@@ -298,6 +317,8 @@ class WindowRunner:
             waiting=len(self.unfinished),
             published=self.published,
             set_aside=self.set_aside,
+            early=0 if self.early is None else self.early.shown,
+            early_failed=0 if self.early is None else self.early.failed,
             halted=tuple(sorted(self.halted)),
             rows_out=self.rows_out,
             seconds=histogram(self.took),
@@ -379,9 +400,11 @@ class WindowRunner:
         """Forget a window that is published, set aside, or no longer this server's."""
         self._slow_windows.discard(entry.window_id)
         self.unfinished.pop(_key(entry), None)
-        self._held.look()
+        if self._held is not None:
+            self._held.look()
         if not self.unfinished:
             self._idle.set()
+            self._busy.clear()
 
     async def _run_group(self, group: Sequence[WindowEntry]) -> dict[str, Committed | None]:
         """Compute windows as one job, and publish them. Return those that must continue alone, in this order.

@@ -13,6 +13,7 @@ import contextlib
 import errno
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import structlog
 
@@ -74,10 +75,15 @@ class WindowSteps:
     """The functions whose windows come first; None: windows wait for none."""
     previous: PreviousResults | None = None
     """The results of the windows before; None: ``on_window`` takes none."""
-    _replaced: asyncio.Queue[tuple[int, Commit]] = field(default_factory=asyncio.Queue)
+    hides_early: bool = False
+    """Whether windows have early results, which their first revisions replace."""
+    _replaced: asyncio.Queue[tuple[int, Callable[[], None]]] = field(default_factory=asyncio.Queue)
 
     def __post_init__(self) -> None:
-        self.publisher, self.garbage = Publisher(self.store, self.table), Garbage(self.store)
+        self.publisher, self.garbage = (
+            Publisher(self.store, self.table, early=self.hides_early),
+            Garbage(self.store),
+        )
 
     async def compute(self, entries: Sequence[WindowEntry]) -> tuple[Committed, ...] | None:
         """Begin an attempt at each window, run all as one job, and commit those that are still this server's.
@@ -188,8 +194,10 @@ class WindowSteps:
             {output.window_id: output.attempt for output in outputs}, retain=self.retain
         )
         kill_point("window.published")
-        # Delete at once what no reader can have open: a first revision replaces no output, and readers of a table open no files.
-        deletable_now = tuple(output for output in outputs if output.revision == 1 or into_table)
+        # Delete at once what no reader can have open: a first revision replaces no output, except an early one, and readers of a
+        # table open no files.
+        first = 0 if self.hides_early else 1
+        deletable_now = tuple(output for output in outputs if output.revision <= first or into_table)
         # The ledger returns each segment only once, so remember them in ``garbage`` before deleting.
         self.garbage.add(unneeded)
 
@@ -206,7 +214,7 @@ class WindowSteps:
         freed_bytes = await asyncio.to_thread(clean)
         for output in outputs:
             if output not in deletable_now:
-                self._replaced.put_nowait((self.clock.steady_ms() + _READING_MS, output))
+                self.delete_later(partial(self.publisher.clean, output))
         kill_point("window.cleaned")
         self.freed(freed_bytes)
 
@@ -222,14 +230,18 @@ class WindowSteps:
             await self.engine.publish(job)
             kill_point("sink.written")
 
+    def delete_later(self, delete: Callable[[], None]) -> None:
+        """Call ``delete`` in a thread 5 s from now: readers may have open what was replaced."""
+        self._replaced.put_nowait((self.clock.steady_ms() + _READING_MS, delete))
+
     async def clean_up(self) -> None:
         """Delete the files of replaced outputs 5 s after their replacement, until cancelled. Readers may have them open."""
         while True:
-            due_ms, output = await self._replaced.get()
+            due_ms, delete = await self._replaced.get()
             await self.clock.sleep(max(0, due_ms - self.clock.steady_ms()) / 1000)
             # A disk that fails must not stop this: a later start finds what is left.
             with contextlib.suppress(OSError):
-                await asyncio.to_thread(self.publisher.clean, output)
+                await asyncio.to_thread(delete)
 
 
 def job_of(

@@ -46,6 +46,7 @@ from mldserver.ledger.contract import (
     StateFile,
     StoredLetter,
     WindowEntry,
+    WindowState,
 )
 from mldserver.records import DeadLetter, Sequence
 from mldserver.stores import KeyRange, StoreClaim
@@ -191,6 +192,15 @@ class Ledger(abc.ABC):
         """Return the windows that have been published, also those that are not retained, until they are pruned."""
         visible = self._read_book(lambda book: tuple(e for e in book.windows.values() if e.is_visible))
         return await self._timed(visible)
+
+    async def open_windows(self) -> tuple[tuple[WindowEntry, ...], frozenset[str]]:
+        """Return the windows that are OPEN, and the ids of the registered servers."""
+
+        def read(book: Book) -> tuple[tuple[WindowEntry, ...], frozenset[str]]:
+            found = (entry for entry in book.windows.values() if entry.state is WindowState.OPEN)
+            return tuple(found), frozenset(book.servers)
+
+        return await self._timed(self._read_book(read))
 
     async def expire_servers(self, seen: Mapping[str, int]) -> frozenset[str]:
         """Remove servers whose last beat (ms) is still the one that was seen; return those that are gone.

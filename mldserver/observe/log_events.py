@@ -256,6 +256,10 @@ window.slow  warning  seconds line
     failed.
 window.waiting  info  revision function
     A window waits until a function that comes first (``after`` in the handler) has published its windows.
+window.early  info  rows_in rows_out segments files spark_seconds seconds
+    An early result of an open window is visible (``early`` in ``tumbling`` and ``sliding``), in place of the one before.
+window.early_failed  warning
+    An early result could not be computed, or shown. The one before stays, and the server tries again at the next interval.
 window.dropped  debug  revision
     This server drops its run of a window: another server has taken the window, or the window is done.
 window.halted  error  attempts traceback

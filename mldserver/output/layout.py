@@ -1,6 +1,7 @@
 """Where things lie in a pipeline's output folder.
 
     <out>/window=<id>/part-….parquet            published windows: what readers read
+    <out>/_early/window=<id>/part-….parquet     early results of open windows
     <out>/_late/window=<id>/….parquet           the late dataset (hidden from readers of <out>, as all below)
     <out>/_dead_letters/                        dead letters as files (``deadletters/destinations.py``)
     <out>/_mldserver/ledger.sqlite              the ledger
@@ -19,6 +20,7 @@ which one counts.
 
     <out>/_mldserver/outputs/<id>/<n>-<tag>/    the n-th attempt's output
     <out>/_mldserver/manifest/<id>/<r>.json     what readers read of the window's r-th revision
+    <out>/_mldserver/early/<id>.json            what they read of its early result, while it has no revision
 
 Where the output is not local, the ledger's file, locks and scratch space lie on the host's own disk (``config/locations.py``).
 
@@ -49,6 +51,7 @@ SERVERS = f"{PRIVATE}/servers"
 SPARK = f"{PRIVATE}/spark"
 DRIVERS = f"{PRIVATE}/drivers"
 QUARANTINE = f"{PRIVATE}/quarantine"
+EARLY = "_early"
 LATE = "_late"
 DEAD_LETTERS = "_dead_letters"
 LETTERS = "dead-letters"
@@ -58,7 +61,7 @@ JOINED = "joined-"
 
 _PREFIX = {SegmentKind.WINDOW: "", SegmentKind.RECOMPUTE: "again-", SegmentKind.LATE: "late-"}
 _SEGMENT = re.compile(r"(?:again-|late-|joined-)?(\d{16,})-([0-9a-f]{16})-(?:([0-9a-f]{12})-)?[^/]*")
-_ATTEMPT = re.compile(r"(\d{4,})-([0-9a-f]{16})")
+_ATTEMPT = re.compile(r"(?:early-\d+|(\d{4,}))-([0-9a-f]{16})")
 
 
 def server_tag(server_id: str) -> str:
@@ -101,13 +104,23 @@ def attempt_path(root: str, window_id: str, attempt: int, tag: str) -> str:
     return f"{root}/{window_id}/{attempt:04d}-{tag}"
 
 
+def early_path(window_id: str) -> str:
+    """Return the folder of a window's early result, which readers see."""
+    return f"{EARLY}/window={window_id}"
+
+
+def early_attempt_path(root: str, window_id: str, number: int, tag: str) -> str:
+    """Return the folder of an early result that is being computed. Numbers are those of a server's process."""
+    return f"{root}/{window_id}/early-{number}-{tag}"
+
+
 class Written(NamedTuple):
     """What the name of a segment, or of an attempt's folder, says of who wrote it; nothing for other names."""
 
     clock: int = 0
     """The merge clock at which a segment was written: no ledger's clock is before it, unless that was rolled back."""
     attempt: int = 0
-    """An attempt's number."""
+    """An attempt's number; 0 for early results."""
     tag: str | None = None
     """The writer's."""
     ledger: str | None = None
@@ -122,7 +135,7 @@ def written(path: str) -> Written:
     if match := _SEGMENT.fullmatch(name):
         return Written(clock=int(match[1]), tag=match[2], ledger=match[2][:8], shape=match[3] or "")
     if match := _ATTEMPT.fullmatch(name):
-        return Written(attempt=int(match[1]), tag=match[2], ledger=match[2][:8])
+        return Written(attempt=int(match[1] or 0), tag=match[2], ledger=match[2][:8])
     return Written()
 
 

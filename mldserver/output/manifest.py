@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from pyarrow.fs import FileSystem
 
 MANIFESTS: Final = "_mldserver/manifest"
+EARLY_MANIFESTS: Final = "_mldserver/early"
+"""Of early results, one for each window: it counts while the window has no other."""
 FORMAT: Final = 1
 _TRIES: Final = 10
 
@@ -70,6 +72,11 @@ def manifest_path(window: str, revision: int) -> str:
     return f"{MANIFESTS}/{window}/{revision:06d}.json"
 
 
+def early_manifest_path(window: str) -> str:
+    """Return where the manifest of a window's early result lies, relative to the output folder."""
+    return f"{EARLY_MANIFESTS}/{window}.json"
+
+
 def latest(paths: Iterable[str]) -> dict[str, str]:
     """Return of each window the path of the highest revision's manifest, by the window's id."""
     highest: dict[str, tuple[int, str]] = {}
@@ -82,12 +89,13 @@ def latest(paths: Iterable[str]) -> dict[str, str]:
     return {window: path for window, (_, path) in sorted(highest.items())}
 
 
-def current_files(out: str, filesystem: FileSystem | None = None) -> CurrentFiles:
+def current_files(out: str, filesystem: FileSystem | None = None, *, early: bool = False) -> CurrentFiles:
     """List the published files of a pipeline's output folder, each window in one revision.
 
-    ``out``: a local path or a URI that pyarrow.fs understands; a path in ``filesystem`` when that is given. The
-    server deletes the files of a revision that is replaced after the call: a reader that gets FileNotFoundError must
-    list again. Raises OSError, and ValueError for a manifest of a newer format.
+    ``out``: a local path or a URI that pyarrow.fs understands; a path in ``filesystem`` when that is given. ``early``: also
+    list the early results of windows that are not published. The server deletes the files of a revision or an early result
+    that is replaced after the call: a reader that gets FileNotFoundError must list again. Raises OSError, and ValueError for
+    a manifest of a newer format.
     """
     from pyarrow import fs  # noqa: PLC0415  # readers pay for it, importers of the format do not
 
@@ -97,32 +105,44 @@ def current_files(out: str, filesystem: FileSystem | None = None) -> CurrentFile
     elif filesystem is None:
         filesystem, base = fs.LocalFileSystem(), str(Path(out).absolute())
     base = base.rstrip("/")
-    # Windows published by renaming are ``window=`` folders.
-    windows = [
-        path
-        for path in _list(filesystem, base, folders=True)
-        if path.rpartition("/")[2].startswith("window=")
-    ]
-    files = [path for window in sorted(windows) for path in sorted(_list(filesystem, window, deep=True))]
-    renamed = (path for path in files if not path.rpartition("/")[2].startswith(("_", ".")))
-    return CurrentFiles(filesystem, (*renamed, *_named(filesystem, base)))
+    # Before the others: a window that is published meanwhile is found there.
+    before = _shown(filesystem, f"{base}/_early", f"{base}/{EARLY_MANIFESTS}", base) if early else {}
+    published = _shown(filesystem, base, f"{base}/{MANIFESTS}", base)
+    files = [file for window in sorted(published) for file in published[window]]
+    files += [file for window in sorted(before.keys() - published.keys()) for file in before[window]]
+    return CurrentFiles(filesystem, tuple(files))
 
 
-def _named(filesystem: FileSystem, base: str) -> tuple[str, ...]:
+def _shown(filesystem: FileSystem, folders: str, manifests: str, base: str) -> dict[str, list[str]]:
+    """Return the files of each window: of ``window=`` folders, and of those that manifests name, by the window's id."""
+    found: dict[str, list[str]] = {}
+    for path in _list(filesystem, folders, folders=True):
+        name = path.rpartition("/")[2]
+        if name.startswith("window="):
+            files = sorted(_list(filesystem, path, deep=True))
+            shown = [file for file in files if not file.rpartition("/")[2].startswith(("_", "."))]
+            found[name.removeprefix("window=")] = shown
+    return found | _named(filesystem, manifests, base)
+
+
+def _named(filesystem: FileSystem, manifests: str, base: str) -> dict[str, list[str]]:
     tries = 0
     while True:
         tries += 1
-        files: list[str] = []
+        files: dict[str, list[str]] = {}
         try:
-            for path in latest(_list(filesystem, f"{base}/{MANIFESTS}", deep=True)).values():
+            paths = _list(filesystem, manifests, deep=True)
+            # An early result has one manifest, without a folder.
+            for path in latest(paths).values() if manifests.endswith(MANIFESTS) else paths:
                 with filesystem.open_input_stream(path) as stream:
-                    files += (f"{base}/{name}" for name in Manifest.decode(bytes(stream.read())).files)
+                    manifest = Manifest.decode(bytes(stream.read()))
+                files[manifest.window] = [f"{base}/{name}" for name in manifest.files]
         except FileNotFoundError:
             # Replaced since it was listed.
             if tries == _TRIES:
                 raise
         else:
-            return tuple(files)
+            return files
 
 
 def _list(filesystem: FileSystem, folder: str, *, deep: bool = False, folders: bool = False) -> list[str]:

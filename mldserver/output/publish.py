@@ -16,15 +16,32 @@ Where a table is published into, that is the engine's work; here its staged file
 
 from __future__ import annotations
 
+import contextlib
 import errno
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from mldserver.base.kill_points import kill_point
 from mldserver.errors import OperatorError
 from mldserver.ledger.contract import Commit
-from mldserver.output.layout import OUTPUTS, PUBLISH_LOCK, STAGING, window_path, written
-from mldserver.output.manifest import MANIFESTS, Manifest, latest, manifest_path
+from mldserver.output.layout import (
+    EARLY,
+    OUTPUTS,
+    PUBLISH_LOCK,
+    STAGING,
+    early_attempt_path,
+    early_path,
+    window_path,
+    written,
+)
+from mldserver.output.manifest import (
+    EARLY_MANIFESTS,
+    MANIFESTS,
+    Manifest,
+    early_manifest_path,
+    latest,
+    manifest_path,
+)
 
 if TYPE_CHECKING:
     from mldserver.output.store import OutputStore
@@ -34,6 +51,11 @@ _LISTINGS = 5
 
 _NO_EXCHANGE = frozenset({errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP})
 _TAKEN = frozenset({errno.ENOTEMPTY, errno.EEXIST})
+
+
+def _manifest_of(output: Commit) -> Manifest:
+    files = tuple(f"{output.staging}/{file}" for file in output.files)
+    return Manifest(output.window_id, output.revision, files, output.rows_out)
 
 
 def shown_files(store: OutputStore, window_id: str) -> tuple[str, ...]:
@@ -51,9 +73,13 @@ def shown_files(store: OutputStore, window_id: str) -> tuple[str, ...]:
 class Publisher:
     """Publishes into one output folder."""
 
-    def __init__(self, store: OutputStore, table: str | None = None) -> None:
-        """``store``: the output folder. ``table``: what outputs are written into instead, as a log may show it."""
+    def __init__(self, store: OutputStore, table: str | None = None, *, early: bool = False) -> None:
+        """``store``: the output folder. ``table``: what outputs are written into instead, as a log may show it.
+
+        ``early``: whether windows have early results, which their output replaces.
+        """
         self._store = store
+        self._early = early
         self.table = table
         self.root = STAGING if store.local else OUTPUTS
         """Where attempts write their output (``attempt_path``)."""
@@ -102,11 +128,46 @@ class Publisher:
         self._store.for_each(self._name, outputs)
 
     def _name(self, output: Commit) -> None:
-        files = tuple(f"{output.staging}/{file}" for file in output.files)
-        manifest = Manifest(output.window_id, output.revision, files, output.rows_out)
+        manifest = _manifest_of(output)
         self._store.put(manifest_path(output.window_id, output.revision), manifest.encode())
+        if self._early:
+            self._store.delete(early_manifest_path(output.window_id))
+
+    def show_early(self, output: Commit) -> bool:
+        """Show an early result in place of the one before; return False if its window is published. Raises OSError.
+
+        The one before then lies in ``output.staging``; on object stores, where readers ignore early results of windows that
+        are published, it stays where it is.
+        """
+        store, target = self._store, early_path(output.window_id)
+        if not store.local:
+            store.put(early_manifest_path(output.window_id), _manifest_of(output).encode())
+            return True
+        with store.alone(PUBLISH_LOCK):
+            if store.exists(window_path(output.window_id)):
+                return False
+            kill_point("early.showing")
+            if store.exists(target):
+                store.exchange(output.staging, target)
+            else:
+                store.prepare(EARLY)
+                store.rename(output.staging, target)
+            kill_point("early.shown")
+        return True
+
+    def _hide_early(self, output: Commit) -> None:
+        """Take the early result of a window away."""
+        tag = output.staging.rpartition("-")[2]
+        target, place = early_path(output.window_id), early_attempt_path(self.root, output.window_id, 0, tag)
+        if self._early and self._store.exists(target):
+            self._store.prepare(place.rpartition("/")[0])
+            self._store.rename(target, place)
+            # Before the window's output is there: a power cut must not bring this back beside it.
+            self._store.sync_entries(EARLY)
+            kill_point("early.hidden")
 
     def _show(self, output: Commit) -> None:
+        self._hide_early(output)
         store, target = self._store, window_path(output.window_id)
         if not output.files:
             # A folder without ``replaced`` shows that no server has done this yet.
@@ -155,6 +216,12 @@ class Publisher:
             if path < manifest_path(output.window_id, output.revision):
                 self._store.delete(path)
 
+    def drop_early(self) -> None:
+        """Delete all early results, in a pipeline that has none any more."""
+        if not self._early:
+            for folder in (EARLY, EARLY_MANIFESTS):
+                self._store.delete(folder)
+
     def attempts(self) -> list[str]:
         """Return the folders of attempts; on object stores also of those that readers read (``unread``)."""
         if self._store.local:
@@ -176,7 +243,7 @@ class Publisher:
         for attempt in attempts:
             if (window := attempt.split("/")[-2]) in folders:
                 folders[window].append(attempt)
-        shown: set[str] = set()
+        shown = self._early_shown(folders)
         for _ in range(_LISTINGS):
             if not folders:
                 break
@@ -194,6 +261,16 @@ class Publisher:
         # What is replaced again and again can be looked at by the next start.
         shown.update(*folders.values())
         return [attempt for attempt in suspects if attempt not in shown]
+
+    def _early_shown(self, folders: Mapping[str, Collection[str]]) -> set[str]:
+        """Return which of the folders, by window, early manifests name."""
+        shown: set[str] = set()
+        for path, _ in list(self._store.files(EARLY_MANIFESTS)):
+            with contextlib.suppress(FileNotFoundError):  # its window has a revision now
+                manifest = Manifest.decode(self._store.get(path))
+                named = {file.rpartition("/")[0] for file in manifest.files}
+                shown |= named.intersection(folders.get(manifest.window, ()))
+        return shown
 
     def _named(self, manifest: str, size: int, window: str, attempts: list[str]) -> set[str]:
         """Return which folders a manifest names; it is read only where that is not plain."""

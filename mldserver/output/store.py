@@ -160,10 +160,10 @@ class OutputStore:
         for entry in [*wanted, *sorted(above, key=lambda folder: len(folder.parts), reverse=True)]:
             sync(entry)
 
-    def sync_entries(self) -> None:
+    def sync_entries(self, folder: str = "") -> None:
         """Force what a local folder names to disk: after renames in it, of things that are on disk themselves."""
         if self.local:
-            sync(Path(self._base))
+            sync(Path(self._absolute(folder)))
 
     def exists(self, path: str) -> bool:
         """Whether a file or folder is there."""

@@ -41,7 +41,15 @@ from mldserver.spark import driver_messages as wire
 from mldserver.spark import user_code
 from mldserver.spark.health import CLOSED, STOPPED, JobWatch
 from mldserver.spark.java import keep
-from mldserver.spark.session import MOST_POOLS, QUERIES, WINDOWS, DriverSession, open_session, pool_name
+from mldserver.spark.session import (
+    EARLY,
+    MOST_POOLS,
+    QUERIES,
+    WINDOWS,
+    DriverSession,
+    open_session,
+    pool_name,
+)
 from mldserver.windows import Window
 
 if TYPE_CHECKING:
@@ -248,11 +256,14 @@ class Jobs:
     def _scheduler_pool(self, request: wire.Job) -> str:
         """Return the job's pool of the fair scheduler.
 
-        It shares the cores among pools, and runs the jobs of one pool one after the other. Queries have one pool. With several
+        It shares the cores among pools, and runs the jobs of one pool one after the other. Queries have one pool, and so have
+        early results. With several
         functions the windows of each have a pool; those of an only function have one for each thread.
         """
         if isinstance(request, wire.RunQuery):
             return QUERIES
+        if not request.job.window.final:
+            return EARLY
         names = list(self.functions)
         thread = int(threading.current_thread().name.rpartition("_")[2])
         return pool_name(names.index(request.function) if len(names) > 1 else thread)

@@ -312,7 +312,9 @@ class Life:
             is_unanswered = self.waiting.pop(job_id, None) is not None
             if is_unanswered and not self.over.is_set() and self._tasks is not None:
                 ended = asyncio.Event()
-                self._cancelling[job_id] = function, ended
+                # A window does not wait until the job of an early result has ended.
+                is_early = isinstance(work, tuple) and not work[0].window.final
+                self._cancelling[job_id] = "" if is_early else function, ended
                 self._channel.send(wire.CancelJob(job_id))
                 # Only killing its process stops Python code that runs in a loop.
                 reason = f"A cancelled job did not end within {self._cancel_grace:g} seconds."

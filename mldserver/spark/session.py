@@ -65,11 +65,13 @@ _LOCAL = {
 WINDOWS = "windows"
 QUERIES = "queries"
 """The pool of the fair scheduler that queries of handlers share."""
+EARLY = "early"
+"""The pool of early results."""
 MOST_POOLS = 256
 """Threads for windows at most, each with a pool. The server has fewer jobs under way: ``window_concurrency``, and those whose
 hooks are slow."""
 _WEIGHT = 4
-"""The weight of a pool of windows; that of queries is 1. So a window gets four of five cores while queries wait."""
+"""The weight of a pool of windows; those of queries and early results have 1. So a window gets four of five cores while queries wait."""
 _POOLS = "pools.xml"
 _LOG_SETTINGS = "log4j2.properties"
 _SECRETS = "secrets.properties"
@@ -101,7 +103,7 @@ def pool_name(number: int) -> str:
 
 def _pools() -> str:
     """Return the pools of the fair scheduler, as Spark reads them."""
-    weights = {QUERIES: 1} | {pool_name(number): _WEIGHT for number in range(MOST_POOLS)}
+    weights = {QUERIES: 1, EARLY: 1} | {pool_name(number): _WEIGHT for number in range(MOST_POOLS)}
     pools = (
         f'<pool name="{name}"><schedulingMode>FIFO</schedulingMode><weight>{weight}</weight><minShare>0</minShare></pool>'
         for name, weight in weights.items()  # Spark warns of what is left out

@@ -116,6 +116,7 @@ class SharedDriver:
         self.start_seconds: float | None = None
         self._slots = FairSlots(self.setup.concurrency)
         self._query_slots = FairSlots(self.setup.query_concurrency)
+        self._early_slots = FairSlots(1)
         self._changed = asyncio.Event()
         """Set and replaced at each change that a waiting task may have to see."""
         self._lives: list[Life] = []
@@ -237,10 +238,15 @@ class SharedDriver:
         deadline: float | None,
         on_slow: Callable[[str], None],
     ) -> tuple[Output, ...]:
-        """Run one job, as ``Life.ask``; wait for a driver and a slot first. A job whose hook is slow frees its slot."""
+        """Run one job, as ``Life.ask``; wait for a driver and a slot first. A job whose hook is slow frees its slot.
+
+        Early results have a slot of their own, so that no other job waits for them.
+        """
+        is_early = isinstance(work, tuple) and not work[0].window.final
+        slots = self._early_slots if is_early else self._slots
         while True:
             await self.ready(function)
-            async with self._slots.hold(function.name) as free_slot:
+            async with slots.hold(function.name) as free_slot:
                 life = self.serving(function)
                 if life is None or life.is_cancelling(function.name):
                     continue  # others may have the slot meanwhile

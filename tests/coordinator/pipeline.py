@@ -223,6 +223,7 @@ class Pipeline:
         self.engine = self.make_engine()
         self.runner = None
         if self.spec is not None:
+            early_ms = self.spec.early_ms if isinstance(self.spec, TimeWindows) else None
             published = PublishedWindows(
                 shape=FunctionView("test", ()),
                 has_view=True,
@@ -240,6 +241,7 @@ class Pipeline:
                 freed=lambda freed: self.coordinator.freed(freed),  # noqa: PLW0108  # made below
                 predecessors=self.predecessors,
                 overlap=self.overlap,
+                hides_early=early_ms is not None,
                 previous=PreviousResults(ledger=self.ledger, published=published)
                 if self.takes_previous
                 else None,
@@ -258,7 +260,9 @@ class Pipeline:
                     letter_rows=partial(as_rows, pipeline="test"),
                     **retrying,
                 )
-            self.runner = WindowRunner(steps, self.policy, side_tables=side_tables, **retrying)
+            self.runner = WindowRunner(
+                steps, self.policy, side_tables=side_tables, early_ms=early_ms, **retrying
+            )
         self.coordinator = Coordinator(
             rules=replace(self.rules, in_order=self.takes_previous),
             spec=self.spec,

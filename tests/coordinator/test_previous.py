@@ -35,9 +35,8 @@ class Totals(LocalEngine):
     def add(self, rows: pa.Table, window: Window) -> pa.Table:
         job = next(job for job in reversed(self.jobs) if job.window.id == window.id)
         before = 0
-        for folder in () if job.previous is None else job.previous.paths:
-            for file in Path(folder).glob("*.parquet"):
-                before = pq.ParquetFile(file).read(["total"])["total"][0].as_py()
+        for file in () if job.previous is None else job.previous.paths:
+            before = pq.ParquetFile(file).read(["total"])["total"][0].as_py()
         return rows.append_column("total", pa.array([before + len(rows)] * len(rows)))
 
 

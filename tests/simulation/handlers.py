@@ -75,6 +75,18 @@ class Sliding(Column):
     windows = sliding("4 s", every="1 s", on="at", lateness="1 s", disorder="1 s")
 
 
+class Early(Column):
+    """Windows with early results."""
+
+    windows = tumbling("4 s", on="at", lateness="1 s", disorder="1 s", early="1 s")
+
+
+class EarlySliding(Column):
+    """Windows that overlap, with early results."""
+
+    windows = sliding("4 s", every="1 s", on="at", lateness="1 s", disorder="1 s", early="1 s")
+
+
 class Runs:
     """Windows by number of rows and age."""
 

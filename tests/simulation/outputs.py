@@ -32,7 +32,9 @@ Key = tuple[str, tuple[int, int]]
 _TIMER = "timer "
 
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
-SIZE_MS = {"Arrival": 5000, "Slowly": 5000, "Column": 4000, "Sliding": 4000}
+SIZE_MS = {"Arrival": 5000, "Slowly": 5000} | dict.fromkeys(
+    ("Column", "Sliding", "Early", "EarlySliding"), 4000
+)
 """Of the windows that have bounds (``handlers.py``)."""
 EVERY_MS = 1000
 """How often a window of ``Sliding`` begins."""
@@ -110,6 +112,8 @@ class Outputs:
     """How many rows came after their window was cut, but for dead letters that ran again."""
     revisions: int = 0
     """How many were cut for them."""
+    early_seen: dict[Path, None] = field(default_factory=dict)
+    """Files of early results that were looked at."""
     fired_ms: Collection[int] = ()
     """The due times of timers that were called: the times of later rows are not less."""
 
@@ -122,6 +126,8 @@ class Outputs:
 
     def happened(self, call: str, argument: Any, now_ms: int) -> None:
         """A transaction of the ledger took effect."""
+        if self.plan.early:
+            self._look_early()
         if call == "register":
             self._registered(argument, now_ms)
         elif call == "cut":
@@ -158,9 +164,23 @@ class Outputs:
                 each.rows += rows
             window.bytes += segment.bytes
 
+    def _look_early(self) -> None:
+        """Early results are of windows that show no other, and hold rows that are registered for them."""
+        for folder in self.out.glob("_early/window=*"):
+            name = folder.name.removeprefix("window=")
+            if (self.out / folder.name).exists():
+                self._tell(f"{name}: it is shown twice, early and late")
+            files = dict.fromkeys(folder.glob("*.parquet"))
+            if files.keys() <= self.early_seen.keys():
+                continue
+            self.early_seen |= files
+            rows = Counter(key for file in files for key in _keys(pq.ParquetFile(file).read(_PLACE)))
+            if more := rows - Counter(self.windows[name].rows):
+                self._tell(f"{name}: its early result has {_some(more)} too many")
+
     def _with(self, name: str) -> list[str]:
         """Return the windows that have the rows of a segment, which names the last of them: that one in front."""
-        if self.plan.handler != "Sliding":
+        if not self.plan.slides:
             return [name]
         last_ms = _starts_ms(name)
         return [_window_at(ms) for ms in range(last_ms, last_ms - SIZE_MS["Sliding"], -EVERY_MS)]
@@ -356,12 +376,12 @@ class Outputs:
 
     def _last_window(self, ms: int) -> str:
         """Return the last window that has a row with this event time."""
-        every_ms = EVERY_MS if self.plan.handler == "Sliding" else SIZE_MS[self.plan.handler]
+        every_ms = EVERY_MS if self.plan.slides else SIZE_MS[self.plan.handler]
         return _window_at(ms // every_ms * every_ms)
 
     def _is_last(self, name: str, late: bool, row: dict[str, Any]) -> bool:
         """Whether it is the last window that shows a row; ``_complete`` looks at the others."""
-        return late or self.plan.handler != "Sliding" or self._last_window(_ms(row["at"])) == name
+        return late or not self.plan.slides or self._last_window(_ms(row["at"])) == name
 
     def _complete(self, rows: list[tuple[str, bool, dict[str, Any]]]) -> list[str]:
         """Each window's last revision, and its late dataset, hold all that was registered for them."""

@@ -17,6 +17,8 @@ TIMED = 2_000_000
 """and from this one on their records set timers too."""
 SLIDING = 3_000_000
 """From this seed on, windows overlap; no state, no timers."""
+EARLY = 4_000_000
+"""From this seed on, windows have early results; those of every other world overlap, too."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +138,17 @@ class Plan:
     @property
     def on_column(self) -> bool:
         """Whether windows are cut on a column."""
-        return self.handler in {"Column", "Sliding"}
+        return self.handler in {"Column", "Sliding", "Early", "EarlySliding"}
+
+    @property
+    def slides(self) -> bool:
+        """Whether windows overlap."""
+        return self.handler in {"Sliding", "EarlySliding"}
+
+    @property
+    def early(self) -> bool:
+        """Whether windows have early results."""
+        return self.handler in {"Early", "EarlySliding"}
 
     @property
     def by_arrival(self) -> bool:
@@ -253,7 +265,8 @@ def make_plan(seed: int) -> Plan:
     if not calm and more.random() < 0.15:
         plan = replace(plan, outage=30.0)
     if seed >= SLIDING:
-        return replace(plan, handler="Sliding", disk_bytes=DISK)
+        early = ("Early", "EarlySliding")[seed % 2]
+        return replace(plan, handler=early if seed >= EARLY else "Sliding", disk_bytes=DISK)
     if seed < KEYED:
         return plan
     return _counting(plan) if seed < TIMED else _timed(_counting(plan))

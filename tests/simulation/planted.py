@@ -19,9 +19,10 @@ from mldserver.coordinator.flusher import Flusher
 from mldserver.coordinator.progress import Reports
 from mldserver.coordinator.shards import CoordinatorIntake, IntakeSession
 from mldserver.ledger.book import Book
-from mldserver.ledger.contract import SegmentKind, batch_id, batch_number
+from mldserver.ledger.contract import Commit, SegmentKind, batch_id, batch_number
 from mldserver.ledger.operations import Transaction
 from mldserver.ledger.sqlite import SqliteLedger, SqliteStore
+from mldserver.output.publish import Publisher
 from mldserver.records import RecordMethods, Sequence
 from mldserver.runtime.keyed_state import CallContext, KeyedState
 from mldserver.runtime.timer_table import DueTimer, TimerTable
@@ -78,6 +79,13 @@ class ListsOnce(SqliteStore):
             flush, *others = transaction.args
             transaction = replace(transaction, args=(replace(flush, every_ms=None), *others))
         return super().transact(transaction, read)
+
+
+class KeepsEarly(Publisher):
+    """Shows an early result for good."""
+
+    def _hide_early(self, output: Commit) -> None:
+        pass
 
 
 class DeliversTwice(IntakeSession):
@@ -322,6 +330,11 @@ SLIDING_BUGS: Mapping[str, Mapping[object, object]] = {
     "rows in one of their windows only": {SqliteLedger: _on(ListsOnce)},
 }
 """Those that worlds with sliding windows find."""
+
+EARLY_BUGS: Mapping[str, Mapping[object, object]] = {
+    "early results beside the final ones": {Publisher: KeepsEarly},
+}
+"""Those that worlds with early results find."""
 
 KEYED_BUGS: Mapping[str, Mapping[object, object]] = {
     "changes of a call that failed": {CallContext: KeepsFailedCalls},

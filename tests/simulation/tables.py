@@ -70,9 +70,11 @@ class WatchedLedger(DynamoLedger):
         with _doing("register", flush):
             return await super().register(flush)
 
-    async def cut(self, window_ids: tuple[str, ...]) -> tuple[WindowEntry, ...]:
+    async def cut(
+        self, window_ids: tuple[str, ...], *, all_until_ms: int | None = None
+    ) -> tuple[WindowEntry, ...]:
         with _doing("cut", window_ids):
-            return await super().cut(window_ids)
+            return await super().cut(window_ids, all_until_ms=all_until_ms)
 
     async def published(self, attempts: Mapping[str, int], *, retain: bool = True) -> tuple[Segment, ...]:
         with _doing("published", attempts):

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from simulation.plan import KEYED, SLIDING, TIMED
-from simulation.planted import BUGS, KEYED_BUGS, SLIDING_BUGS, TIMED_BUGS
+from simulation.plan import EARLY, KEYED, SLIDING, TIMED
+from simulation.planted import BUGS, EARLY_BUGS, KEYED_BUGS, SLIDING_BUGS, TIMED_BUGS
 
 TESTS = Path(__file__).parents[1]
 SEED = os.environ.get("SIM_SEED")
@@ -99,6 +99,13 @@ def test_every_world_with_sliding_windows_has_each_row_in_every_window_of_its_ow
 
 
 @pytest.mark.skipif(SEED is not None, reason="one world is asked for")
+def test_no_world_shows_an_early_result_beside_the_final_one(long: bool) -> None:
+    faults = play(EARLY + FIRST, int(WORLDS or (500 if long else 12)))
+    assert {"killed", "lease lost", "answer lost"} <= faults.keys()
+    assert faults["early results"]
+
+
+@pytest.mark.skipif(SEED is not None, reason="one world is asked for")
 def test_every_world_keeps_every_promise(long: bool) -> None:
     count = int(WORLDS or (1000 if long else 30))
     # They mean something only while things go wrong in them.
@@ -151,6 +158,7 @@ def test_the_world_that_is_asked_for() -> None:
             (KEYED + 1, KEYED_BUGS),
             (TIMED + 1, TIMED_BUGS),
             (SLIDING + 1, SLIDING_BUGS),
+            (EARLY + 1, EARLY_BUGS),
         )
         for bug in bugs
     ],

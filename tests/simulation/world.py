@@ -358,6 +358,8 @@ class World:
             self.faults.told["counted late"] = len(self.outputs.letters_ever & self.outputs.rows)
             self.faults.told["inherited"] = sum(store.closed for store in state.stores.values())
         self.faults.told["revised"] = self.outputs.revisions
+        if self.plan.early:
+            self.faults.told["early results"] = len(self.outputs.early_seen)
         exact = self.plan.form is not Form.V1 or not self.plan.clocks_differ
         if self.plan.calm and self.plan.by_arrival and exact and self.outputs.late:
             broken.append(f"{self.outputs.late} rows are late for no reason")
