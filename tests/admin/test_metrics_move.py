@@ -323,6 +323,20 @@ async def test_windows_that_fail_and_letters_that_run_again_move(tmp_path: Path,
             await watch.moved("dead_letters_redriving")
 
 
+async def test_early_results_move_when_they_are_shown_and_when_they_fail(
+    tmp_path: Path, handler: str
+) -> None:
+    early = HANDLER.replace('on="at")', 'on="at", early="1 s")')
+    (tmp_path / "early_wishing.py").write_text(early)
+    engine = LocalEngine()
+    async with watched(quick(tmp_path / "out", "early_wishing"), engine) as watch, child(watch) as one:
+        await one.batch({})
+        await watch.moved("early_results_total")
+        engine.fail = lambda _: WindowFailed("No.")
+        await one.batch({})
+        await watch.moved("early_result_failures_total")
+
+
 async def test_a_stream_that_is_throttled_and_trimmed_moves(
     tmp_path: Path, handler: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
