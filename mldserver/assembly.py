@@ -398,11 +398,6 @@ def _runner(
             advice="Publish into files, Delta Lake or Iceberg; or keep what goes from window to window in keyed state.",
         )
     early_ms = getattr(spec.windows, "early_ms", None)
-    if early_ms is not None and sink is not None:
-        raise ConfigError(
-            f"windows have early results, which cannot go into {sink}.",
-            advice="Publish into files (no sink), or take early out of windows.",
-        )
     published = PublishedWindows(
         shape=view,
         has_view=sink is None,

@@ -13,6 +13,18 @@ WINDOW: Final = "_window"
 REVISION: Final = "_revision"
 """Column of a table that holds the window's revision, INT."""
 
+FINAL: Final = "_final"
+"""Column of a table with early results that says whether a row is of a window's final output, BOOLEAN."""
+
+NO_REVISION: Final = -(2**31)
+"""The revision of a window of which a table holds nothing: below those of early results, which are below 1."""
+
+
+def early_revision(segments: int) -> int:
+    """Return as which revision of a table an early result counts: the higher, the more segments it is of."""
+    return NO_REVISION + segments
+
+
 Content = Literal["window", "late_rows", "dead_letters"]
 """What goes into a table."""
 

@@ -8,7 +8,7 @@ the first one takes it away under that lock: no reader finds both.
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -16,6 +16,7 @@ import structlog
 
 from mldserver.base.clock import first_of
 from mldserver.base.kill_points import kill_point
+from mldserver.engine_jobs import PublishJob, early_revision
 from mldserver.errors import DriverLost, fields_to_log
 from mldserver.jobs.engine import RETRIED_ERRORS
 from mldserver.jobs.run_gate import RunGate
@@ -111,13 +112,19 @@ class EarlyResults:
             result = await steps.engine.compute(job)
             kill_point("early.computed")
             output = Commit(entry.window_id, 0, staging, result.files, result.rows, 0)
-            if not steps.store.local:
-                left = None  # from now on it may be shown, and then stays where it was written
-            if not await asyncio.to_thread(self._show, output):
-                return
-            if not steps.store.local:
-                left = self._places.get(entry.window_id)
-                self._places[entry.window_id] = staging
+            if steps.publisher.table is not None:
+                revision = early_revision(len(entry.segments))
+                files = output.files, output.rows_out, steps.store.place, steps.ledger_id
+                await steps.engine.publish(
+                    PublishJob(replace(window, revision=revision), job.staging, *files)
+                )
+            else:
+                stays = not steps.store.local
+                left = None if stays else staging  # what may be shown from now on stays where it was written
+                if not await asyncio.to_thread(self._show, output):
+                    return
+                if stays:
+                    left, self._places[entry.window_id] = self._places.get(entry.window_id), staging
         finally:
             if left is not None:
                 steps.delete_later(partial(steps.store.delete, left))

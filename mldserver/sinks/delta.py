@@ -23,7 +23,7 @@ from urllib.parse import unquote, urlsplit
 
 from mldserver.base.kill_points import kill_point
 from mldserver.base.uris import SCHEMES, local_path, s3_options, spark_uri
-from mldserver.engine_jobs import REVISION, WINDOW, PublishJob
+from mldserver.engine_jobs import NO_REVISION, REVISION, WINDOW, PublishJob
 from mldserver.errors import OperatorError
 from mldserver.sinks import lake
 from mldserver.sinks.sink import LEDGER, PIPELINE, Owner, SinkSpec, check_made_here, must_note, owner_of
@@ -88,7 +88,7 @@ def own(spark: SparkSession, sink: SinkSpec, owner: Owner, *, new_ledger: bool =
     table = _owned(sink, owner, new_ledger=new_ledger)
 
     def revision_of(window: str) -> int:
-        return table.transaction_version(f"{owner.ledger}/{window}") or 0
+        return _revision(table, owner.ledger, window)
 
     # Readers of older versions may still read files that a later revision has replaced: vacuum deletes those.
     replaced = table.vacuum(retention_hours=0, dry_run=True, enforce_retention_duration=False)
@@ -102,7 +102,7 @@ def publish(spark: SparkSession, sink: SinkSpec, job: PublishJob) -> None:  # no
 
     for number in range(lake.TRIES):
         table = _owned(sink, owner_of(job))
-        if (table.transaction_version(f"{job.ledger}/{job.window.id}") or 0) >= job.window.revision:
+        if _revision(table, job.ledger, job.window.id) >= job.window.revision:
             return
         try:
             _commit(table, sink, job)
@@ -111,6 +111,12 @@ def publish(spark: SparkSession, sink: SinkSpec, job: PublishJob) -> None:  # no
                 raise
         else:
             return
+
+
+def _revision(table: DeltaTable, ledger: str, window: str) -> int:
+    """Return a window's revision in the table, NO_REVISION if it has none."""
+    version = table.transaction_version(f"{ledger}/{window}")
+    return NO_REVISION if version is None else version
 
 
 def versions(sink: SinkSpec) -> dict[str, str]:

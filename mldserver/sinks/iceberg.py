@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from mldserver.base.kill_points import kill_point
 from mldserver.base.uris import spark_uri
-from mldserver.engine_jobs import REVISION, WINDOW, PublishJob
+from mldserver.engine_jobs import NO_REVISION, REVISION, WINDOW, PublishJob
 from mldserver.sinks import lake
 from mldserver.sinks.sink import LEDGER, PIPELINE, Owner, SinkSpec, check_made_here, must_note, owner_of
 
@@ -82,10 +82,10 @@ def own(spark: SparkSession, sink: SinkSpec, owner: Owner, *, new_ledger: bool =
     current = (lake.written_by(task.file.file_path) for task in table.scan().plan_files())
     for about in current:
         if about is not None and about.ledger == owner.ledger:
-            revisions[about.window] = max(revisions.get(about.window, 0), about.revision)
+            revisions[about.window] = max(revisions.get(about.window, NO_REVISION), about.revision)
     folder.sweep(
         owner.ledger,
-        lambda window: max(revisions.get(window, 0), _noted(table, owner.ledger, window)),
+        lambda window: max(revisions.get(window, NO_REVISION), _noted(table, owner.ledger, window)),
         named,
     )
 
@@ -176,10 +176,10 @@ def _owned(sink: SinkSpec, owner: Owner, *, new_ledger: bool = False) -> Table:
 
 
 def _noted(table: Table, ledger: str, window: str) -> int:
-    """Return a window's revision as the table's snapshots have it, 0 if none has."""
+    """Return a window's revision as the table's snapshots have it, NO_REVISION if none has."""
     summaries = (snapshot.summary for snapshot in table.snapshots())
     found = (each for each in summaries if each and (each[LEDGER], each[_WINDOW]) == (ledger, window))
-    return max((int(each[_REVISION] or 0) for each in found), default=0)
+    return max((int(each[_REVISION] or 0) for each in found), default=NO_REVISION)
 
 
 def _folder(table: Table) -> lake.Folder:

@@ -14,7 +14,7 @@ The steps, each of which may be the last of a process:
 
 Whoever claims later, on this server or another, wins: the transaction of the earlier one finds its stage named no more.
 A claim locks the owner's line. A new owner locks it too, removes all stages from the lines of windows and resets their
-revisions to 0. After that, no try of the former owner moves any rows.
+revisions to NO_REVISION. After that, no try of the former owner moves any rows.
 Classic Spark only: over Spark Connect a program has no connection to the database, and Spark's own writer commits each
 task for itself, so no step could be made one.
 """
@@ -28,7 +28,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
-from mldserver.engine_jobs import REVISION, WINDOW, PublishJob
+from mldserver.engine_jobs import NO_REVISION, REVISION, WINDOW, PublishJob
 from mldserver.errors import NotThereYet, OperatorError
 from mldserver.sinks.database import DatabaseError, connected, last_name, suffixed
 from mldserver.sinks.sink import Owner, SinkSpec, check_made_here, must_note, owner_of, staged
@@ -242,7 +242,7 @@ def _count_published(database: Database, windows: str) -> int:
 def _replace_owner(database: Database, table: str, former: Owner | None, owner: Owner) -> bool:
     """Make ``owner`` the table's owner in place of ``former`` (None: the table has none yet).
 
-    An owner with another ledger counts revisions from 1 again: reset those of all windows to 0, and drop all stages.
+    An owner with another ledger counts revisions from 1 again: reset those of all windows to NO_REVISION, and drop all stages.
     Return False, without a change of the owner, if another server has stored an owner meanwhile.
     """
     windows, owner_table = _windows(table), _owner(table)
@@ -269,7 +269,7 @@ def _replace_owner(database: Database, table: str, former: Owner | None, owner: 
                 former.ledger,
             ):
                 return False
-            database.change(f"UPDATE {windows} SET revision = 0, stage = ?", _NONE)  # noqa: S608  # see above
+            database.change(f"UPDATE {windows} SET revision = ?, stage = ?", NO_REVISION, _NONE)  # noqa: S608  # see above
     except DatabaseError as error:
         # If two servers insert the first owner, the primary key rejects one of them.
         if former is None and error.state.startswith(_KEY_EXISTS):
@@ -332,7 +332,8 @@ def claim(database: Database, attempt: Try) -> Try | None:
             *attempt.key,
         )
         if row is None:
-            database.change(f"INSERT INTO {windows} VALUES (?, ?, 0, ?)", *attempt.key, attempt.stage)  # noqa: S608  # see above
+            first = f"INSERT INTO {windows} VALUES (?, ?, ?, ?)"  # noqa: S608  # see above
+            database.change(first, *attempt.key, NO_REVISION, attempt.stage)
             return attempt
         stored_revision, former_stage = int(row[0]), row[1]
         if _creates_table(former_stage) and not _creates_table(attempt.stage):

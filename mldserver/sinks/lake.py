@@ -35,7 +35,7 @@ TRIES: Final = 20
 UNITS: Final = ("day", "month", "year")
 """What ``partition_by`` among ``sink_options`` may be; the first is the default."""
 
-_NAME: Final = re.compile(r"(.+)\.([0-9a-f]+)\.(\d+)\.[0-9a-f]{12}\.parquet(?:\.[0-9a-f]{12}\.tmp)?")
+_NAME: Final = re.compile(r"(.+)\.([0-9a-f]+)\.(-?\d+)\.[0-9a-f]{12}\.parquet(?:\.[0-9a-f]{12}\.tmp)?")
 _WIDER: Final = (("int8", "int16", "int32", "int64"), ("float", "double"))
 _TIMESTAMPS: Final = "spark.sql.parquet.outputTimestampType"
 
@@ -257,7 +257,7 @@ class Folder:
     def sweep(self, ledger: str, revision_of: Callable[[str], int], kept: Collection[str]) -> int:
         """Delete the files of failed attempts that belong to ``ledger``; return their number.
 
-        ``revision_of``: returns a window's revision in the table, 0 if there is none. ``kept``: the paths here that the
+        ``revision_of``: returns a window's revision in the table, NO_REVISION if there is none. ``kept``: the paths here that the
         table names, or named not long ago. A file of a later revision than its window's stays: it may be committed yet.
         """
         from pyarrow import fs  # noqa: PLC0415  # see above

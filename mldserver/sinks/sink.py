@@ -101,7 +101,7 @@ def staged(spark: SparkSession, job: PublishJob) -> DataFrame:
     files = (escaped(f"{job.staging}/{file}") for file in job.files)
     # One attempt's files have one schema: Spark looks into one footer only.
     return spark.read.parquet(*files).withColumns(
-        {WINDOW: F.lit(job.window.id), REVISION: F.lit(job.window.revision)}
+        {WINDOW: F.lit(job.window.id), REVISION: F.lit(max(0, job.window.revision))}
     )
 
 

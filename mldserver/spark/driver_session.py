@@ -313,7 +313,7 @@ class Life:
             if is_unanswered and not self.over.is_set() and self._tasks is not None:
                 ended = asyncio.Event()
                 # A window does not wait until the job of an early result has ended.
-                is_early = isinstance(work, tuple) and not work[0].window.final
+                is_early = not request.job.window.final
                 self._cancelling[job_id] = "" if is_early else function, ended
                 self._channel.send(wire.CancelJob(job_id))
                 # Only killing its process stops Python code that runs in a loop.

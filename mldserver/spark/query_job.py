@@ -20,7 +20,7 @@ from pyspark.sql import functions as F  # noqa: N812  # its usual name
 from pyspark.sql.pandas.serializers import ArrowStreamSerializer
 from pyspark.sql.pandas.types import to_arrow_schema
 
-from mldserver.engine_jobs import REVISION, WINDOW, FunctionView
+from mldserver.engine_jobs import FINAL, REVISION, WINDOW, FunctionView
 from mldserver.errors import QueryTooLarge
 from mldserver.handler.queries import Query, QueryResult, values_of
 from mldserver.sinks import find
@@ -97,6 +97,10 @@ class Views:
             return self._spark.createDataFrame([], ", ".join((view.schema, *columns)))
         schema = reader.parquet(view.paths[-1]).schema
         frame = reader.schema(schema).parquet(*view.paths)
+        if view.is_table and FINAL in frame.columns:
+            frame = frame.where(
+                F.coalesce(F.col(FINAL), F.lit(True))
+            )  # windows of earlier code have no value
         if view.columns is None:
             return frame
         start, end = view.columns

@@ -242,7 +242,7 @@ class SharedDriver:
 
         Early results have a slot of their own, so that no other job waits for them.
         """
-        is_early = isinstance(work, tuple) and not work[0].window.final
+        is_early = not (work[0] if isinstance(work, tuple) else work).window.final
         slots = self._early_slots if is_early else self._slots
         while True:
             await self.ready(function)

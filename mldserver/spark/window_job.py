@@ -32,7 +32,7 @@ from pyspark.sql import DataFrame
 from pyspark.sql import functions as F  # noqa: N812  # its usual name
 
 from mldserver.base.uris import NOTHING_RENAMED, reach
-from mldserver.engine_jobs import REVISION, WINDOW, FunctionView, WindowJob
+from mldserver.engine_jobs import FINAL, REVISION, WINDOW, FunctionView, WindowJob
 from mldserver.errors import HandlerInvalid
 from mldserver.handler.signatures import takes_also
 from mldserver.sinks.sink import escaped
@@ -96,6 +96,8 @@ class WindowHook:
     """The columns of the output that hold its window's start and end; None: it gets none."""
     stamped: bool = False
     """Whether the output gets the columns of its window's id and revision, as a table has them."""
+    has_early: bool = False
+    """Whether windows have early results: then a table has a column that says which rows are final."""
     writes_for_itself: bool = False
     """Whether ``on_window`` may return None, having written the window somewhere itself."""
     around: Callable[[Window], AbstractContextManager[None]] = lambda _: contextlib.nullcontext()
@@ -145,14 +147,16 @@ class WindowHook:
 def hook_of(handler: Any) -> WindowHook:
     """Return the ``on_window`` of a loaded handler: a module, an object, or a class, which is instantiated once."""
     window_columns = getattr(handler, "window_columns", WINDOW_COLUMNS)
+    has_early = getattr(getattr(handler, "windows", None), "early_ms", None) is not None
     if getattr(handler, "on_window", None) is None:
-        return WindowHook(None, window_columns=window_columns)
+        return WindowHook(None, window_columns=window_columns, has_early=has_early)
     target: Any = handler() if inspect.isclass(handler) else handler
     return WindowHook(
         target.on_window,
         window_columns=window_columns,
         writes_for_itself=getattr(handler, "writes_for_itself", None) is True,
         takes_previous=takes_also(target.on_window, 2, "previous"),
+        has_early=has_early,
     )
 
 
@@ -316,6 +320,8 @@ def write(
     if hook.stamped:
         columns.append((WINDOW, [f"'{job.window.id}'" for job in jobs]))
         columns.append((REVISION, [str(job.window.revision) for job in jobs]))
+        if hook.has_early:
+            columns.append((FINAL, [str(job.window.final).lower() for job in jobs]))
     for name, values in columns:
         if name.lower() in taken or not values:
             continue

@@ -20,7 +20,7 @@ from sinks.staged import LEDGER, OURS, SESSION, Staged, window_of
 from support.pages import examples
 from support.s3 import bucket
 
-from mldserver.engine_jobs import PublishJob, WindowJob
+from mldserver.engine_jobs import PublishJob, WindowJob, early_revision
 from mldserver.errors import OperatorError
 from mldserver.sinks import iceberg, lake
 from mldserver.sinks.sink import Owner, SinkSpec
@@ -147,6 +147,26 @@ def test_a_revision_replaces_the_one_before_in_one_commit_and_never_the_other_wa
     assert iceberg.versions(place.sink).keys() == {window_of(0).id}, "the other's snapshot has expired"
 
 
+def test_an_early_result_gives_way_to_later_ones_and_to_the_final_one(place: Lake) -> None:
+    first, second = early_revision(2), early_revision(5)
+    place.publish(place.output(0, ["a"], revision=first))
+    place.publish(place.output(1, ["y"]))
+    place.publish(place.output(0, ["a", "b"], revision=second))
+    place.publish(place.output(0, ["a"], revision=first))
+    assert sorted(place.rows()) == sorted(expected(0, ["a", "b"], second) + expected(1, ["y"]))
+    place.publish(place.output(0, ["a", "b", "c"]))
+    place.publish(place.output(0, ["a", "b"], revision=second))
+    assert place.rows() == expected(0, ["a", "b", "c"]) + expected(1, ["y"])
+
+
+def test_an_early_result_on_its_way_into_the_table_is_not_swept(local: Lake) -> None:
+    local.own()
+    local.process(local.output(1, ["c"], revision=early_revision(4)), kill_at="table.filled").wait()
+    before = local.files()
+    local.own()
+    assert local.files() == before != set()
+
+
 def test_a_new_column_and_a_wider_number_evolve_the_table(place: Lake) -> None:
     place.publish(place.output(0, ["a"]))
     place.publish(place.output(1, ["b"], columns={"n": 2**40, "more": "text"}))
@@ -212,7 +232,11 @@ def test_after_a_kill_at_a_step_the_next_try_publishes_once_and_leaves_no_file(
     place: Lake, step: str
 ) -> None:
     place.own()
-    for hour, revision, names in ((0, 1, ["a", "b"]), (0, 2, ["a", "b", "late"]), (1, 1, ["x"])):
+    early = (2, early_revision(3), ["e"]), (2, early_revision(5), ["e", "f"]), (2, 1, ["e", "f", "g"])
+    for hour, revision, names in (
+        *((0, 1, ["a", "b"]), (0, 2, ["a", "b", "late"]), (1, 1, ["x"])),
+        *early,
+    ):
         job = place.output(hour, names, revision=revision)
         assert place.process(job, kill_at=step).wait() == -signal.SIGKILL
         place.publish(job)

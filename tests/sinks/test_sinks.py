@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from mldserver.engine_jobs import PublishJob
+from mldserver.engine_jobs import PublishJob, early_revision
 from mldserver.errors import OperatorError
 from mldserver.sinks import find, jdbc
 from mldserver.sinks.database import connected
@@ -122,6 +122,18 @@ def test_jdbc_a_revision_replaces_the_one_before_and_never_the_other_way_round(p
     publish(place.spark, place.sink, place.output(None, window="w2"))
     assert (place.rows(), place.stages()) == ([], [])
     assert place.windows() == [("flights", "w1", 4, "none"), ("flights", "w2", 1, "none")]
+
+
+def test_jdbc_an_early_result_gives_way_to_later_ones_and_to_the_final_one(place: Place) -> None:
+    first, second = early_revision(2), early_revision(5)
+    publish(place.spark, place.sink, place.output(["a"], revision=first))
+    publish(place.spark, place.sink, place.output(["a", "b"], revision=second))
+    publish(place.spark, place.sink, place.output(["a"], revision=first))
+    assert place.rows() == [("a", "w1", 0), ("b", "w1", 0)]
+    publish(place.spark, place.sink, place.output(["a", "b", "c"]))
+    publish(place.spark, place.sink, place.output(["a", "b"], revision=second))
+    assert place.rows() == [("a", "w1", 1), ("b", "w1", 1), ("c", "w1", 1)]
+    assert (place.windows(), place.stages()) == ([("flights", "w1", 1, "none")], [])
 
 
 @pytest.mark.parametrize("steps", range(5))
