@@ -21,6 +21,7 @@ from bench import (
     checkpoints,
     functions,
     isolation,
+    open_windows,
     per_row,
     poison,
     queries,
@@ -58,6 +59,7 @@ PARTS = (
     "windows",
     "segments",
     "small_windows",
+    "open_windows",
     "per_row",
     "checkpoints",
     "retained",
@@ -108,6 +110,11 @@ def _run(given: argparse.Namespace) -> int:
         if "small_windows" in parts:
             document["small_windows"] = _small_windows(given, folder / "small_windows", hush.print)
             console.print(small_windows_table(document["small_windows"], given.engine))
+        if "open_windows" in parts and given.engine == "spark":
+            document["open_windows"] = open_windows.measure(
+                given.open_rows, given.rounds, folder / "open_windows"
+            )
+            console.print(open_windows_table(document["open_windows"], given.open_rows))
         if "per_row" in parts:
             document["per_row"] = per_row.measure(given.per_row, given.rounds, folder / "per_row")
             console.print(per_row_table(document["per_row"], given.per_row))
@@ -185,6 +192,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--poison", type=int, default=20_000, help="records of which each fails")
     parser.add_argument("--records", type=int, default=1_000_000, help="of DynamoDB Streams that are merged")
     parser.add_argument("--state-records", type=int, default=1_000_000, help="of keyed state")
+    parser.add_argument("--open-rows", type=int, default=10_000_000, help="of an hour, sliding and early")
     parser.add_argument("--clicks", type=int, default=500_000, help="of which sessions are made")
     parser.add_argument("--timers", type=int, default=1_000_000, help="that are due within one second")
     parser.add_argument("--idle-timers", type=int, default=200, help="single ones, by poll interval")
@@ -462,6 +470,16 @@ def sessions_table(measured: dict[str, dict[str, float]], clicks: int) -> Table:
         table.add_column(name, justify="right" if name else "left")
     for name, each in measured.items():
         table.add_row(name, f"{each['clicks_s']:,.0f}", f"{each['cpu_us']:.2f}")
+    return table
+
+
+def open_windows_table(measured: dict[str, float], rows: int) -> Table:
+    """Show what windows cost that overlap, and what early results cost others."""
+    table = Table(title=f"Open windows: {rows:,} rows an hour", title_justify="left")
+    for name in ("", "seconds"):
+        table.add_column(name, justify="right" if name else "left")
+    for name, seconds in measured.items():
+        table.add_row(name, f"{seconds:.3f}")
     return table
 
 
