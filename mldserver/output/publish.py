@@ -218,8 +218,8 @@ class Publisher:
 
     def drop_early(self) -> None:
         """Delete all early results, in a pipeline that has none any more."""
-        if not self._early:
-            for folder in (EARLY, EARLY_MANIFESTS):
+        for folder in () if self._early else (EARLY, EARLY_MANIFESTS):
+            if self._store.exists(folder):
                 self._store.delete(folder)
 
     def attempts(self) -> list[str]:
