@@ -26,7 +26,7 @@ _LONG_MS: Final = 60_000
 
 
 @dataclass(slots=True, eq=False)
-class _Held:
+class _Waiting:
     entry: WindowEntry
     since_ms: int
     """By the steady clock."""
@@ -45,12 +45,12 @@ class HeldWindows:
     clock: Clock
     release: Callable[[WindowEntry], None]
     """Called with each window that need not wait any more."""
-    _held: list[_Held] = field(default_factory=list)
+    _held: list[_Waiting] = field(default_factory=list)
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def submit(self, entry: WindowEntry) -> None:
         """Release a window, now or later. One whose output counts already is released now: only its publication is left."""
-        window = _Held(entry, self.clock.steady_ms())
+        window = _Waiting(entry, self.clock.steady_ms())
         if entry.state is WindowState.COMMITTED or (
             self.previous is None and not self._misses_function(window)
         ):
@@ -77,7 +77,7 @@ class HeldWindows:
                         self._held.remove(window)
                         self.release(window.entry)
 
-    def _misses_function(self, window: _Held) -> bool:
+    def _misses_function(self, window: _Waiting) -> bool:
         """Return whether a function that comes first has not published all of its windows up to the end of this one."""
         missing = None if self.predecessors is None else self.predecessors.missing(window.entry)
         if missing is not None and missing != window.waits_for:

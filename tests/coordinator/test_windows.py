@@ -327,6 +327,15 @@ def test_a_window_is_overdue_when_its_end_and_lateness_are_over_by_the_clock() -
     assert not old.overdue(10**15), "its age closes it"
 
 
+def test_the_end_of_the_last_window_leaves_those_out_that_are_far_ahead() -> None:
+    windows = OpenWindows(TimeWindows(1000))
+    windows.ahead_from_ms = 5000
+    keys = [key(0, 1000), key(3000, 1000), key(10**9, 1000)]
+    windows.opened([*keys, WindowKey(batch_id(7))])
+    assert windows.latest_end_ms(each.id for each in keys) == 4000
+    assert windows.latest_end_ms([keys[2].id, batch_id(7)]) is None
+
+
 def test_panes_of_sliding_windows_are_bounded_as_windows_are() -> None:
     windows = OpenWindows(TimeWindows(4000, every_ms=1000))
     windows.ahead_from_ms = 5000
