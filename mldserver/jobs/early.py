@@ -8,6 +8,7 @@ the first one takes it away under that lock: no reader finds both.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -17,11 +18,11 @@ import structlog
 from mldserver.base.clock import first_of
 from mldserver.base.kill_points import kill_point
 from mldserver.engine_jobs import PublishJob, early_revision
-from mldserver.errors import DriverLost, fields_to_log
+from mldserver.errors import DriverLost, LedgerError, fields_to_log
 from mldserver.jobs.engine import RETRIED_ERRORS
 from mldserver.jobs.run_gate import RunGate
 from mldserver.jobs.steps import job_of
-from mldserver.ledger.contract import Commit, WindowEntry
+from mldserver.ledger.contract import Commit, WindowEntry, WindowState
 from mldserver.output.layout import early_attempt_path, writer_tag
 from mldserver.windows import as_window
 
@@ -37,10 +38,8 @@ class EarlyResults:
 
     steps: WindowSteps
     every_ms: int
-    idle: asyncio.Event
-    """Set while no window of this server is cut or committed."""
     busy: asyncio.Event
-    """Set while one is."""
+    """Set while a window of this server is cut or committed."""
     gate: RunGate
     """The one of all windows."""
     quote_errors: bool = True
@@ -65,7 +64,8 @@ class EarlyResults:
                 log.warning("window.early_failed", **fields_to_log(error, quotes=self.quote_errors))
                 continue
             for entry in entries:
-                await self.idle.wait()
+                if self.busy.is_set():
+                    break  # what is left is looked at again
                 await first_of(self._try(entry), self.busy.wait())
 
     async def _changed(self) -> list[WindowEntry]:
@@ -86,9 +86,11 @@ class EarlyResults:
         """Compute one early result. A failure is logged, and tried again at the next interval."""
         with structlog.contextvars.bound_contextvars(window=entry.window_id):
             try:
-                async with self.gate.enter([(self.steps.pipeline, entry.window_id)], alone=False):
+                async with self.gate.enter([(self.steps.pipeline, f"early {entry.window_id}")], alone=False):
                     await self._compute(entry)
             except RETRIED_ERRORS as error:
+                if not isinstance(error, DriverLost) and not await self._is_open(entry):
+                    return  # another server has published it, and deleted what an attempt had left
                 self.failed += 1
                 fields = fields_to_log(error, quotes=self.quote_errors)
                 if isinstance(error, DriverLost):
@@ -96,6 +98,13 @@ class EarlyResults:
                     self._given_up.add(entry.window_id)
                     fields["did"] = "The server computes no early result of this window any more."
                 log.warning("window.early_failed", **fields)
+
+    async def _is_open(self, entry: WindowEntry) -> bool:
+        """Whether a window is still open, as far as the ledger says."""
+        with contextlib.suppress(LedgerError):
+            found = await self.steps.ledger.find((entry.window_id,))
+            return any(each.state is WindowState.OPEN for each in found)
+        return True
 
     async def _compute(self, entry: WindowEntry) -> None:
         steps, began_ms = self.steps, self.steps.clock.steady_ms()

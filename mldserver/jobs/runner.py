@@ -211,7 +211,6 @@ class WindowRunner:
             self.early = EarlyResults(
                 steps=steps,
                 every_ms=early_ms,
-                idle=self._idle,
                 busy=self._busy,
                 gate=self._run_gate,
                 quote_errors=log_error_messages,

@@ -80,10 +80,8 @@ class WindowSteps:
     _replaced: asyncio.Queue[tuple[int, Callable[[], None]]] = field(default_factory=asyncio.Queue)
 
     def __post_init__(self) -> None:
-        self.publisher, self.garbage = (
-            Publisher(self.store, self.table, early=self.hides_early),
-            Garbage(self.store),
-        )
+        self.publisher = Publisher(self.store, self.table, early=self.hides_early)
+        self.garbage = Garbage(self.store)
 
     async def compute(self, entries: Sequence[WindowEntry]) -> tuple[Committed, ...] | None:
         """Begin an attempt at each window, run all as one job, and commit those that are still this server's.

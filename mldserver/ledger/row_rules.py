@@ -37,11 +37,9 @@ from mldserver.windows import overlapping
 
 def register(draft: Draft, flush: Flush, now_ms: int) -> FlushResult:
     """Register a flush, or refuse it with every reason; InternalError for what the contract forbids."""
-    overlap, taken = (
-        flush.every_ms is not None,
-        (each for each in flush.segments if each.kind is not SegmentKind.LATE),
-    )
-    listed = [each for segment in taken for each in _windows_with(segment, flush.every_ms)]
+    overlap = flush.every_ms is not None
+    of_windows = (segment for segment in flush.segments if segment.kind is not SegmentKind.LATE)
+    listed = [each for segment in of_windows for each in _windows_with(segment, flush.every_ms)]
     refused = {(each.kind, each.window_id) for each in listed if _refuses(draft, each, overlap=overlap)}
     letters = {letter_id: _find(draft, letter_id) for letter_id in flush.redriven}
     result = FlushResult(

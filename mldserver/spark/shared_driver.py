@@ -253,7 +253,8 @@ class SharedDriver:
 
                 def slow(window_id: str) -> None:
                     free_slot()  # another window may be computed beside the slow one
-                    on_slow(window_id)
+                    if not is_early:
+                        on_slow(window_id)
 
                 return await life.ask(function.name, work, deadline, slow)
 
