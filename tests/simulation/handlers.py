@@ -87,6 +87,13 @@ class EarlySliding(Column):
     windows = sliding("4 s", every="1 s", on="at", lateness="1 s", disorder="1 s", early="1 s")
 
 
+class Ordered(Column):
+    """Windows that are computed one after the other; the engine adds the totals (``TotalsEngine``)."""
+
+    def on_window(self, rows: object, window: object, previous: object) -> object:
+        return rows
+
+
 class Runs:
     """Windows by number of rows and age."""
 

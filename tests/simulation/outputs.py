@@ -33,7 +33,7 @@ _TIMER = "timer "
 
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 SIZE_MS = {"Arrival": 5000, "Slowly": 5000} | dict.fromkeys(
-    ("Column", "Sliding", "Early", "EarlySliding"), 4000
+    ("Column", "Sliding", "Early", "EarlySliding", "Ordered"), 4000
 )
 """Of the windows that have bounds (``handlers.py``)."""
 EVERY_MS = 1000
@@ -150,7 +150,9 @@ class Outputs:
                 self._tell(f"{name}: rows are registered twice: {_some(Counter(again))}")
             self.rows.update(rows)
             if str(segment.kind) == "late":
-                if cut or not self.plan.on_column:
+                if self._is_behind_a_cut(name):
+                    pass
+                elif cut or not self.plan.on_column:
                     self._may_be_late(name, windows, now_ms)
                 else:
                     self._may_be_left_out(name, rows, held)
@@ -177,6 +179,11 @@ class Outputs:
             rows = Counter(key for file in files for key in _keys(pq.ParquetFile(file).read(_PLACE)))
             if more := rows - Counter(self.windows[name].rows):
                 self._tell(f"{name}: its early result has {_some(more)} too many")
+
+    def _is_behind_a_cut(self, name: str) -> bool:
+        """Whether windows are computed in order, and a later one than this was cut."""
+        later = (window for other, window in self.windows.items() if other > name)
+        return self.plan.handler == "Ordered" and any(window.cuts for window in later)
 
     def _with(self, name: str) -> list[str]:
         """Return the windows that have the rows of a segment, which names the last of them: that one in front."""
@@ -315,6 +322,8 @@ class Outputs:
             if told is not None and (wrong := self._wrong(told, name, row)):
                 broken.append(f"{_key(row)} in {'_late/' * late}{name}: {', '.join(wrong)}")
         broken += self._complete(everything)
+        if self.plan.handler == "Ordered":
+            broken += _totals(everything)
         broken += _ordered(self.stream, [row for _, _, row in rows if _key(row) not in self.letters_ever])
         if self.plan.parks:
             broken += _no_overtaking(expected, [row for _, _, row in rows], set(map(key_of, stored)))
@@ -400,6 +409,16 @@ class Outputs:
             crowded = [name for name, window in self.windows.items() if len(window.rows) > most]
             broken += [f"{name} has more than {most} rows" for name in crowded]
         return broken
+
+
+def _totals(rows: Iterable[tuple[str, bool, dict[str, Any]]]) -> list[str]:
+    """Each window's total is the number of rows in it and in all windows before it."""
+    shown = sorted((name, row["total"]) for name, late, row in rows if not late)
+    counts = Counter(name for name, _ in shown)
+    wanted = {name: sum(counts[each] for each in counts if each <= name) for name in counts}
+    return [
+        f"{name}: its total is {total}, not {wanted[name]}" for name, total in shown if total != wanted[name]
+    ]
 
 
 _PLACE = ["_shard", "_sequence", "_sub_sequence"]

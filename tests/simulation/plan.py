@@ -17,6 +17,8 @@ TIMED = 2_000_000
 """and from this one on their records set timers too."""
 SLIDING = 3_000_000
 """From this seed on, windows overlap; no state, no timers."""
+ORDERED = 5_000_000
+"""From this seed on, each window is computed with the result of the one before."""
 EARLY = 4_000_000
 """From this seed on, windows have early results; those of every other world overlap, too."""
 
@@ -138,7 +140,7 @@ class Plan:
     @property
     def on_column(self) -> bool:
         """Whether windows are cut on a column."""
-        return self.handler in {"Column", "Sliding", "Early", "EarlySliding"}
+        return self.handler in {"Column", "Sliding", "Early", "EarlySliding", "Ordered"}
 
     @property
     def slides(self) -> bool:
@@ -264,6 +266,10 @@ def make_plan(seed: int) -> Plan:
         plan = replace(plan, days=True, ahead=more.choice((plan.ahead, 172_800.0)))
     if not calm and more.random() < 0.15:
         plan = replace(plan, outage=30.0)
+    if seed >= ORDERED:
+        # A window that was set aside, or is far ahead, is computed when later ones have been.
+        ordered = {"servers": 1, "late": "separate", "window_on_failure": "halt", "future": 0.0}
+        return replace(plan, handler="Ordered", disk_bytes=DISK, **ordered)
     if seed >= SLIDING:
         early = ("Early", "EarlySliding")[seed % 2]
         return replace(plan, handler=early if seed >= EARLY else "Sliding", disk_bytes=DISK)

@@ -18,8 +18,9 @@ from mldserver.coordinator.core.watermark import View, Watermark
 from mldserver.coordinator.flusher import Flusher
 from mldserver.coordinator.progress import Reports
 from mldserver.coordinator.shards import CoordinatorIntake, IntakeSession
+from mldserver.jobs.previous import PreviousResults
 from mldserver.ledger.book import Book
-from mldserver.ledger.contract import Commit, SegmentKind, batch_id, batch_number
+from mldserver.ledger.contract import Commit, SegmentKind, WindowEntry, batch_id, batch_number
 from mldserver.ledger.operations import Transaction
 from mldserver.ledger.sqlite import SqliteLedger, SqliteStore
 from mldserver.output.publish import Publisher
@@ -86,6 +87,13 @@ class KeepsEarly(Publisher):
 
     def _hide_early(self, output: Commit) -> None:
         pass
+
+
+class NeverWaits(PreviousResults):
+    """Computes each window at once, whatever the one before comes to."""
+
+    async def is_missing(self, _entry: WindowEntry) -> bool:
+        return False
 
 
 class DeliversTwice(IntakeSession):
@@ -335,6 +343,11 @@ EARLY_BUGS: Mapping[str, Mapping[object, object]] = {
     "early results beside the final ones": {Publisher: KeepsEarly},
 }
 """Those that worlds with early results find."""
+
+ORDERED_BUGS: Mapping[str, Mapping[object, object]] = {
+    "windows that do not wait for the one before": {PreviousResults: NeverWaits},
+}
+"""Those that worlds find in which windows are computed one after the other."""
 
 KEYED_BUGS: Mapping[str, Mapping[object, object]] = {
     "changes of a call that failed": {CallContext: KeepsFailedCalls},

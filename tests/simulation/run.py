@@ -21,7 +21,7 @@ import pyarrow as pa
 import structlog
 from simulation.oracles import leaves
 from simulation.plan import make_plan
-from simulation.planted import BUGS, EARLY_BUGS, KEYED_BUGS, SLIDING_BUGS, TIMED_BUGS
+from simulation.planted import BUGS, EARLY_BUGS, KEYED_BUGS, ORDERED_BUGS, SLIDING_BUGS, TIMED_BUGS
 from simulation.world import play, summary
 from support.checked_logger import CheckedLogger
 from support.parsed_once import parse_once
@@ -34,7 +34,9 @@ def run(seed: int, bug: str | None = None) -> dict[str, Any]:
     try:
         world = play(
             make_plan(seed),
-            {**BUGS, **KEYED_BUGS, **TIMED_BUGS, **SLIDING_BUGS, **EARLY_BUGS}[bug] if bug else None,
+            {**BUGS, **KEYED_BUGS, **TIMED_BUGS, **SLIDING_BUGS, **EARLY_BUGS, **ORDERED_BUGS}[bug]
+            if bug
+            else None,
         )
     except (Exception, BaseExceptionGroup) as error:  # noqa: BLE001  # whatever it is, the seed has failed
         return told | {

@@ -6,8 +6,10 @@ import asyncio
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 from simulation.oracles import Progress, Violated, WatchedStream, leaves
 from simulation.plan import Plan
 from support.virtual_loop import LoopClock
@@ -19,6 +21,7 @@ from mldserver.errors import HandlerError, LedgerError, OperatorError
 from mldserver.server import EXIT_CLEAN, Server
 from mldserver.testing import LocalEngine
 from mldserver.testing.fake_kinesis import FakeKinesis
+from mldserver.windows import Window
 
 if TYPE_CHECKING:
     from simulation.faults import Faults
@@ -27,6 +30,20 @@ _WATCH_SECONDS = 0.5
 _RESTART_SECONDS = 1.0
 _EXPECTED = (OperatorError, HandlerError, LedgerError, asyncio.CancelledError)
 """How a server may end: told to an operator, or expired by others (a LedgerError too)."""
+
+
+class TotalsEngine(LocalEngine):
+    """Gives each row the number of rows in all windows up to its own, from the result of the window before."""
+
+    def __init__(self, **fields: Any) -> None:
+        super().__init__(self.add, **fields)
+
+    def add(self, rows: pa.Table, window: Window) -> pa.Table:
+        job = next(job for job in reversed(self.jobs) if job.window.id == window.id)
+        before = 0
+        for file in () if job.previous is None else job.previous.paths:
+            before = pq.ParquetFile(file).read(["total"])["total"][0].as_py()
+        return rows.append_column("total", pa.array([before + len(rows)] * len(rows), pa.int64()))
 
 
 class WatchedServer(Server):
@@ -140,7 +157,7 @@ class Supervised:
 
     async def _live(self, process: VirtualProcess) -> int | None:
         """Live once; return the exit code, None for a sudden death."""
-        engine = LocalEngine(
+        engine = (TotalsEngine if self.plan.handler == "Ordered" else LocalEngine)(
             fail=self.faults.fail_job,
             delay_seconds=self.plan.engine_seconds,
             group_limit=self.plan.windows_a_job,

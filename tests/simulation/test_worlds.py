@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from simulation.plan import EARLY, KEYED, SLIDING, TIMED
-from simulation.planted import BUGS, EARLY_BUGS, KEYED_BUGS, SLIDING_BUGS, TIMED_BUGS
+from simulation.plan import EARLY, KEYED, ORDERED, SLIDING, TIMED
+from simulation.planted import BUGS, EARLY_BUGS, KEYED_BUGS, ORDERED_BUGS, SLIDING_BUGS, TIMED_BUGS
 
 TESTS = Path(__file__).parents[1]
 SEED = os.environ.get("SIM_SEED")
@@ -106,6 +106,12 @@ def test_no_world_shows_an_early_result_beside_the_final_one(long: bool) -> None
 
 
 @pytest.mark.skipif(SEED is not None, reason="one world is asked for")
+def test_every_world_computes_windows_with_the_result_before_in_order(long: bool) -> None:
+    faults = play(ORDERED + FIRST, int(WORLDS or (500 if long else 12)))
+    assert {"killed", "answer lost", "job failed"} <= faults.keys()
+
+
+@pytest.mark.skipif(SEED is not None, reason="one world is asked for")
 def test_every_world_keeps_every_promise(long: bool) -> None:
     count = int(WORLDS or (1000 if long else 30))
     # They mean something only while things go wrong in them.
@@ -159,6 +165,7 @@ def test_the_world_that_is_asked_for() -> None:
             (TIMED + 1, TIMED_BUGS),
             (SLIDING + 1, SLIDING_BUGS),
             (EARLY + 1, EARLY_BUGS),
+            (ORDERED + 1, ORDERED_BUGS),
         )
         for bug in bugs
     ],
