@@ -427,9 +427,10 @@ def _runner(
         "log_error_messages": settings.log_error_messages,
         **settings.replaced("retry_seconds"),
     }
+    early = {"early_ms": early_ms} | settings.replaced("early_ms") if early_ms is not None else {}
     gate = None if around.driver is None else around.driver.run_gate
     side_tables = _side_tables(settings, spec, steps, retrying)
-    return WindowRunner(steps, settings, gate=gate, side_tables=side_tables, early_ms=early_ms, **retrying)
+    return WindowRunner(steps, settings, gate=gate, side_tables=side_tables, **early, **retrying)
 
 
 def _refuse_table_of_letters(settings: Settings) -> None:

@@ -57,6 +57,11 @@ STEPS: Final[Mapping[str, str]] = {
     "window.published": "the ledger knows it; what it has replaced is still there",
     "window.cleaning": "the files of failed attempts and of older revisions are deleted",
     "window.cleaned": "all that is not needed any more is deleted",
+    # A window that is still open.
+    "early.computed": "the engine has written an early result; no reader sees it",
+    "early.showing": "its window is not published, and the lock of publications is held",
+    "early.shown": "readers see it; the one before lies in its staging folder",
+    "early.hidden": "it is gone; its window is committed, and about to be visible",
     # A window again, with its late rows.
     "revision.cutting": "its late rows were gathered long enough; nothing is cut",
     "revision.cut": "the ledger has fixed the segments of the next revision",

@@ -109,6 +109,7 @@ KINDS: Final = {
         late=True,
     ),
     "forgetful": Kind(_BY_COLUMN, {"retention_bytes": 1}, column=True, late=True),
+    "early": Kind(f'{_BY_COLUMN[:-1]}, early="1 s")', {"early_ms": 15}, column=True),
     "arrival": Kind('tumbling("10 seconds")'),
     "batches": Kind('batches(max_rows=37, max_age="80 ms")', batches=True),
     "keyed": Kind('tumbling("10 seconds")', {"stream": "told", "retention": 0.2}, keyed=True, length=3),
@@ -128,6 +129,10 @@ ONLY_IN: Final = {
     "revision.cut": ("recompute",),
     "revision.exchanged": ("recompute",),
     "window.expired": ("forgetful",),
+    "early.computed": ("early",),
+    "early.showing": ("early",),
+    "early.shown": ("early",),
+    "early.hidden": ("early",),
     "timers.firing": ("timed",),
     "timers.fired": ("timed",),
     "store.adopted": ("timed",),
@@ -341,6 +346,12 @@ def _aware(at: datetime) -> datetime:
     return at.replace(tzinfo=UTC) if at.tzinfo is None else at
 
 
+def shown_twice(out: Path) -> set[str]:
+    """Return the windows that readers see early and in the end."""
+    early = {folder.name for folder in out.glob("_early/window=*")}
+    return {name for name in early if (out / name).exists()}
+
+
 def nameless(out: Path, held: Held) -> set[str]:
     """Return files of segments and attempts that nothing will ever name or delete."""
     private = out / "_mldserver"
@@ -367,6 +378,8 @@ def _replaced(file: Path, held: Held) -> bool:
         return False
     attempt, *below = file.parts[2:]
     number = attempt.partition("-")[0]
+    if number == "early":
+        return True
     exchanged = (
         len(below) == 1 and file.name.startswith("part-00000-") and file.stem != f"part-00000-{number}"
     )
@@ -391,6 +404,7 @@ def check(
     assert found == story.rows, f"lost: {story.rows - found}; doubled or foreign: {found - story.rows}"
     letters = held.letters + letters_in_tables(out, tables)
     assert letters == story.poisoned, f"lost: {story.poisoned - letters}; doubled: {letters - story.poisoned}"
+    assert shown_twice(out) == set()
     left = nameless(out, held)
     assert not left, f"left behind: {left}"
     kind = KINDS[story.kind]

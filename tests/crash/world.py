@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 from crash.held import in_dynamodb, in_sqlite
 from crash.lives import Ground, Life, Plan
 from crash.local_life import LocalLife
-from crash.stories import KINDS, ONLY_IN, Story, check, told, write_handler
+from crash.stories import KINDS, ONLY_IN, Story, check, shown_twice, told, write_handler
 
 from mldserver.config.kinds import UnixAddress
 from mldserver.testing import FakeMLD, Habits
@@ -188,6 +188,7 @@ class World:
             ) from error
         finally:
             life.kill()
+        assert shown_twice(self._out) == set()
         if code == -signal.SIGKILL and death is not None:
             self._kills -= 1
             self._toll.died[death.step] += 1

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from mldserver.engine_jobs import PublishJob, early_revision
+from mldserver.engine_jobs import NO_REVISION, PublishJob, early_revision
 from mldserver.errors import OperatorError
 from mldserver.sinks import find, jdbc
 from mldserver.sinks.database import connected
@@ -345,7 +345,7 @@ def test_jdbc_a_try_that_is_under_way_moves_nothing_once_another_ledger_has_the_
             jdbc.move(database, slow)
         jdbc.clear(database, slow, slow.stage)
     assert (place.rows(), place.stages()) == ([("old", "w1", 1)], [])
-    assert place.windows() == [("flights", "w1", 0, "none")]
+    assert place.windows() == [("flights", "w1", NO_REVISION, "none")]
 
 
 def test_jdbc_a_table_of_an_earlier_version_is_the_first_claim_s(place: Place) -> None:

@@ -39,7 +39,7 @@ def process_record(record):
 
 CONSTANTS: Final[dict[str, Any]] = {"settle_time_ms": 200, "retry_seconds": (0.001, 0.01)}
 """Constants of the parts that tests shorten (``Settings.constants``)."""
-ALL_CONSTANTS: Final = CONSTANTS.keys() | {"list_seconds", "poll_seconds"}
+ALL_CONSTANTS: Final = CONSTANTS.keys() | {"list_seconds", "poll_seconds", "early_ms"}
 
 
 def quick(out: OutPlace, handler: str, **changes: Any) -> Settings:
