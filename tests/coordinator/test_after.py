@@ -137,7 +137,7 @@ async def test_windows_join_all_windows_of_the_other_function_up_to_their_end_wh
 async def test_wherever_the_server_dies_each_window_joins_once_and_completely(
     tmp_path: Path, long: bool
 ) -> None:
-    step = 1 if long else 13
+    step = 1 if long else 29
     place, died = 1 - step, True
     while died:
         place += step

@@ -94,20 +94,20 @@ def test_every_world_with_timers_fires_each_as_the_model_says(long: bool) -> Non
 
 @pytest.mark.skipif(SEED is not None, reason="one world is asked for")
 def test_every_world_with_sliding_windows_has_each_row_in_every_window_of_its_own(long: bool) -> None:
-    faults = play(SLIDING + FIRST, int(WORLDS or (500 if long else 12)))
+    faults = play(SLIDING + FIRST, int(WORLDS or (500 if long else 8)))
     assert {"killed", "lease lost", "answer lost", "revised"} <= faults.keys()
 
 
 @pytest.mark.skipif(SEED is not None, reason="one world is asked for")
 def test_no_world_shows_an_early_result_beside_the_final_one(long: bool) -> None:
-    faults = play(EARLY + FIRST, int(WORLDS or (500 if long else 12)))
+    faults = play(EARLY + FIRST, int(WORLDS or (500 if long else 8)))
     assert {"killed", "lease lost", "answer lost"} <= faults.keys()
     assert faults["early results"]
 
 
 @pytest.mark.skipif(SEED is not None, reason="one world is asked for")
 def test_every_world_computes_windows_with_the_result_before_in_order(long: bool) -> None:
-    faults = play(ORDERED + FIRST, int(WORLDS or (500 if long else 12)))
+    faults = play(ORDERED + FIRST, int(WORLDS or (500 if long else 8)))
     assert {"killed", "answer lost", "job failed"} <= faults.keys()
 
 
