@@ -523,6 +523,9 @@ _ALWAYS_SAID = re.compile(
 )
 """Said at every start, about nothing that a person could or should change."""
 
+_CANCELLED = re.compile(r"Lost task .*TaskKilled \(Stage cancelled: .*cancelled part of cancelled job group")
+"""Said of each task of a job that the server itself has cancelled."""
+
 _SAID_TWICE = frozenset(
     {
         "DataFrameQueryContextLogger",
@@ -568,5 +571,5 @@ def parse(line: str) -> Entry:
             stack = [f"{exception.get('class')}: {exception.get('msg')}"]
         if len(stack) > _FRAMES:
             stack[_FRAMES:] = [f"\t… {len(stack) - _FRAMES} more"]
-    is_noise = _ALWAYS_SAID.search(text) or (fields and logger in _SAID_TWICE)
+    is_noise = _ALWAYS_SAID.search(text) or _CANCELLED.match(text) or (fields and logger in _SAID_TWICE)
     return Entry("debug" if is_noise else _LEVELS.get(level, "info"), text, logger, "\n".join(stack))

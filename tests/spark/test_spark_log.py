@@ -54,6 +54,15 @@ def test_what_is_said_at_every_start_is_for_developers() -> None:
     assert parse(line(level="WARN", msg=told)).level == "debug"
 
 
+def test_tasks_of_a_job_that_the_server_has_cancelled_are_no_news() -> None:
+    killed = (
+        "Lost task 0.0 in stage 251.0 (TID 259) (localhost executor driver): TaskKilled (Stage cancelled: [SPARK_JOB_CANCELLED]"
+        " Job 170 cancelled part of cancelled job group mldserver-84-window-w0 SQLSTATE: XXKDA)"
+    )
+    assert parse(line(level="WARN", msg=killed)).level == "debug"
+    assert parse(line(level="WARN", msg=killed.replace("cancelled job group", "another"))).level == "warning"
+
+
 @pytest.mark.parametrize("text", ["hello", "{not json", '{"a": 1}', '{"level": "INFO"}', "", "{}"])
 def test_any_other_line_is_passed_on_as_it_is(text: str) -> None:
     assert parse(text) == Entry("info", text)
