@@ -8,6 +8,7 @@ On a local file system readers read ``window=<id>`` folders:
   the exchange gets FileNotFoundError at worst, and lists again: it never reads half a window, no window, or a
   mixture.
 * A revision without output (``on_window`` returned None) takes the old one away by a rename, into its own folder.
+* An early result lies in ``_early/window=<id>``. The first revision takes it away, by a rename too, before it appears itself.
 
 Each is decided by where the output's first file lies, under a lock: it may be repeated, by a process that takes over
 too. On object stores, which cannot rename, outputs stay where they are and a manifest names them (``manifest.py``).
