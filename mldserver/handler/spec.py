@@ -148,7 +148,8 @@ def windows_text(windows: WindowSpec | None) -> str:
     late = f", open for {span_text(windows.lateness_ms)} after their end" if windows.lateness_ms else ""
     every = f" every {span_text(windows.every_ms)}" if windows.every_ms else ""
     kind = "sliding" if windows.every_ms else "tumbling"
-    return f"{kind}, {span_text(windows.size_ms)}{every} of {windows.on or 'arrival time'}{late}"
+    early = f", computed early every {span_text(windows.early_ms)}" if windows.early_ms else ""
+    return f"{kind}, {span_text(windows.size_ms)}{every} of {windows.on or 'arrival time'}{late}{early}"
 
 
 _SIMPLE: Final[dict[str, Any]] = {

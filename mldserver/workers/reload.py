@@ -44,10 +44,16 @@ def differences(before: HandlerSpec, now: HandlerSpec) -> list[str]:
     lookups = [", ".join(each.name for each in spec.lookups) or "none" for spec in (before, now)]
     if before.lookups != now.lookups and lookups[0] == lookups[1]:
         lookups[1] += " with another query or interval"
-    names = ("the schema", "windows", "the kind of handler", "keyed state", "a callback of timers", "lookups")
+    after = [", ".join(spec.after) or "none" for spec in (before, now)]
+    previous = ["taken" if spec.takes_previous else "not taken" for spec in (before, now)]
+    names: tuple[str, ...] = ("the schema", "windows", "the kind of handler", "keyed state")
+    names += ("a callback of timers", "lookups")
+    columns = [str(spec.window_columns) for spec in (before, now)]
+    names += ("after", "the result of the window before", "window_columns")
+    found = schemas, windows, kinds, state, timers, lookups, after, previous, columns
     return [
         f"{name} was {then}, and is {is_}"
-        for name, (then, is_) in zip(names, (schemas, windows, kinds, state, timers, lookups), strict=True)
+        for name, (then, is_) in zip(names, found, strict=True)
         if then != is_
     ]
 

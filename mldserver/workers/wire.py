@@ -43,7 +43,7 @@ from mldserver.records import Sequence, pack_sequence, unpack_sequence
 from mldserver.runtime.failure_policy import FailurePolicy  # msgspec reads it
 from mldserver.runtime.interface import BatchOutcome, BatchOutline, TimerReport
 from mldserver.stores import KeyRange, SnapshotSource, StateSnapshot, StoreSize, unpack_changes
-from mldserver.windows import Batches, TimeWindows
+from mldserver.windows import WINDOW_COLUMNS, Batches, TimeWindows
 from mldserver.workers.shared_memory import rows_from, rows_in
 
 
@@ -212,6 +212,9 @@ class HandlerLoaded(Message, frozen=True):
     timers: dict[str, TimerHook] = msgspec.field(default_factory=dict)
     lookups: tuple[LookupSpec, ...] = ()
     code: dict[str, tuple[str, bytes]] = msgspec.field(default_factory=dict)
+    after: tuple[str, ...] = ()
+    window_columns: tuple[str, str] | None = WINDOW_COLUMNS
+    writes_for_itself: bool = False
     """As in ``HandlerSpec``."""
 
 
@@ -321,6 +324,9 @@ def loaded_of(spec: HandlerSpec) -> HandlerLoaded:
         dict(spec.timers),
         spec.lookups,
         spec.code,
+        spec.after,
+        spec.window_columns,
+        spec.writes_for_itself,
     )
 
 
@@ -342,6 +348,9 @@ def spec_of(handler: str, loaded: HandlerLoaded) -> HandlerSpec:
         timers=loaded.timers,
         lookups=loaded.lookups,
         code=loaded.code,
+        after=loaded.after,
+        window_columns=loaded.window_columns,
+        writes_for_itself=loaded.writes_for_itself,
     )
 
 

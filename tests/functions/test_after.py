@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +30,11 @@ def windows(settings: Settings) -> list[str]:
     return sorted(path.name for path in settings.out.glob("window=*"))
 
 
+@pytest.mark.parametrize("workers", [None, 1], ids=["inline", "in a worker process"])
 async def test_windows_wait_for_the_function_that_comes_first(
-    both: tuple[Settings, Settings], logged: list[dict[str, Any]]
+    both: tuple[Settings, Settings], logged: list[dict[str, Any]], workers: int | None
 ) -> None:
-    async with hosting(*both) as server:
+    async with hosting(*(replace(each, workers=workers) for each in both)) as server:
         await deliver(server.functions["joins"])
         await until(lambda: len(told(logged, "window.waiting")) == 4)
         assert windows(both[1]) == []

@@ -18,7 +18,7 @@ from workers.kit import START, children, delivery, named, running
 from mldserver import tumbling
 from mldserver.errors import HandlerError, OperatorError
 from mldserver.handler.inspection import load_spec
-from mldserver.handler.spec import HandlerKind, TimerHook, parse_schema
+from mldserver.handler.spec import HandlerKind, HookSpec, TimerHook, parse_schema
 from mldserver.records import Shard
 from mldserver.runtime.failure_policy import FailurePolicy
 from mldserver.runtime.interface import BatchOutcome
@@ -179,6 +179,19 @@ async def test_a_version_that_cannot_take_over_is_refused_and_the_old_one_goes_o
         (
             {"timers": {"alarm": TimerHook("alarm", is_async=False)}},
             "a callback of timers was absent, and is present",
+        ),
+        ({"after": ("payments",)}, "after was none, and is payments"),
+        (
+            {"windows": tumbling("1 hour", early="5 minutes")},
+            "windows was tumbling, 1 h of arrival time, and is tumbling, 1 h of arrival time, computed early every 5 min",
+        ),
+        (
+            {"hooks": {"on_window": HookSpec("on_window", is_async=False, takes_previous=True)}},
+            "the result of the window before was not taken, and is taken",
+        ),
+        (
+            {"window_columns": None},
+            "window_columns was ('window_start', 'window_end'), and is None",
         ),
     ],
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +22,7 @@ from mldserver.children.channel import WireError, decode, encode
 from mldserver.effects import Effects
 from mldserver.errors import HandlerHalted, InternalError, PeerError, StateMoved
 from mldserver.handler.inspection import load_spec
-from mldserver.handler.spec import TimerHook
+from mldserver.handler.spec import HookSpec, TimerHook
 from mldserver.records import DeadLetter, Sequence, pack_sequence, unpack_sequence
 from mldserver.runtime.failure_policy import FailurePolicy, OnFailure, failure_rule
 from mldserver.runtime.interface import (
@@ -37,6 +37,7 @@ from mldserver.runtime.interface import (
     unpacked,
 )
 from mldserver.stores import KeyRange, StateChange, StateSnapshot, pack_changes
+from mldserver.windows import sliding
 from mldserver.workers import wire
 from mldserver.workers.shared_memory import rows_file
 from mldserver.workers.wire import done_of, outcome_of
@@ -103,6 +104,25 @@ def test_positions_cross_in_outcomes_and_by_themselves(position: Sequence | None
     outcome = BatchOutcome(outline, position=position, keeps_position=True)
     assert outcome_of(crossed(done_of(1, outcome)), []) == outcome
     assert unpack_sequence(pack_sequence(position)) == position
+
+
+def test_the_server_knows_of_a_handler_what_the_worker_has_loaded() -> None:
+    """All but what only the process needs that calls it."""
+    spec = replace(
+        load_spec("handlers.departures"),
+        windows=sliding("1 hour", every="5 minutes", on="scheduled", early="10 s"),
+        concurrency=3,
+        keyed=True,
+        state_ttl_ms=7,
+        after=("payments",),
+        window_columns=("since", "until"),
+        writes_for_itself=True,
+        hooks={"on_window": HookSpec("on_window", is_async=False, takes_previous=True)},
+    )
+    known = wire.spec_of(spec.path, crossed(wire.loaded_of(spec)))
+    names = {each.name for each in fields(spec)} - {"target", "blocking", "changes", "tables"}
+    assert {name: getattr(known, name) for name in names} == {name: getattr(spec, name) for name in names}
+    assert known.takes_previous
 
 
 def test_the_server_knows_the_callbacks_of_timers_that_the_worker_has_loaded() -> None:
