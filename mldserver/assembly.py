@@ -420,7 +420,7 @@ def _runner(
         overlap=do_overlap(spec.windows),
         predecessors=Predecessors(names=spec.after, published=queries.published) if spec.after else None,
         previous=PreviousResults(ledger=ledger, published=published) if spec.takes_previous else None,
-        hides_early=early_ms is not None,
+        has_early=early_ms is not None,
     )
     retrying = {
         "random": around.rng,

@@ -71,7 +71,7 @@ async def recover(
     adopted: tuple[WindowEntry, ...] = ()
     if runner is not None:
         publisher = runner.steps.publisher
-        if runner.steps.retain or runner.steps.hides_early:
+        if runner.steps.retain or runner.steps.has_early:
             await asyncio.to_thread(publisher.check)
         await asyncio.to_thread(publisher.drop_early)
         kill_point("recovery.opened")

@@ -72,6 +72,7 @@ class EarlyResults:
         """Return the open windows with new rows, those that end first in front; none if another server computes them."""
         entries, servers = await self.steps.ledger.open_windows()
         self._segments = {each.window_id: self._segments.get(each.window_id, 0) for each in entries}
+        self._given_up &= self._segments.keys()
         self._places = {window: place for window, place in self._places.items() if window in self._segments}
         if min(servers, default=None) != self.steps.ledger.server_id:
             return []

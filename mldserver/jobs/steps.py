@@ -75,12 +75,12 @@ class WindowSteps:
     """The functions whose windows come first; None: windows wait for none."""
     previous: PreviousResults | None = None
     """The results of the windows before; None: ``on_window`` takes none."""
-    hides_early: bool = False
+    has_early: bool = False
     """Whether windows have early results, which their first revisions replace."""
     _replaced: asyncio.Queue[tuple[int, Callable[[], None]]] = field(default_factory=asyncio.Queue)
 
     def __post_init__(self) -> None:
-        self.publisher = Publisher(self.store, self.table, early=self.hides_early)
+        self.publisher = Publisher(self.store, self.table, early=self.has_early)
         self.garbage = Garbage(self.store)
 
     async def compute(self, entries: Sequence[WindowEntry]) -> tuple[Committed, ...] | None:
@@ -194,7 +194,7 @@ class WindowSteps:
         kill_point("window.published")
         # Delete at once what no reader can have open: a first revision replaces no output, except an early one, and readers of a
         # table open no files.
-        first = 0 if self.hides_early else 1
+        first = 0 if self.has_early else 1
         deletable_now = tuple(output for output in outputs if output.revision <= first or into_table)
         # The ledger returns each segment only once, so remember them in ``garbage`` before deleting.
         self.garbage.add(unneeded)

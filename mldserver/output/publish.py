@@ -106,8 +106,9 @@ class Publisher:
                     raise
                 raise OperatorError(
                     f"Two folders in {self._store.uri()} cannot change places in one step ({error.strerror}), so that"
-                    " windows could not be computed again for late rows without readers noticing.",
-                    advice="Put the output on a local Linux file system such as ext4 or xfs, or set late = separate.",
+                    " late rows, and early results, could not replace what readers see without their noticing.",
+                    advice="Put the output on a local Linux file system such as ext4 or xfs; or set late = separate, and"
+                    " leave early out of windows.",
                 ) from error
             finally:
                 for probe in probes:

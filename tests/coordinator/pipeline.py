@@ -241,7 +241,7 @@ class Pipeline:
                 freed=lambda freed: self.coordinator.freed(freed),  # noqa: PLW0108  # made below
                 predecessors=self.predecessors,
                 overlap=self.overlap,
-                hides_early=early_ms is not None,
+                has_early=early_ms is not None,
                 previous=PreviousResults(ledger=self.ledger, published=published)
                 if self.takes_previous
                 else None,

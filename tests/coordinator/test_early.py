@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -10,8 +9,8 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
-from coordinator.pipeline import Crash, Daemon, Faults, Pipeline, named, two
-from coordinator.test_exactly_once import stream
+from coordinator.pipeline import Faults, Pipeline, named, two
+from coordinator.test_exactly_once import live, stream
 from support.sqlite_table import TableEngine, read_table
 
 from mldserver.engine_jobs import WindowJob
@@ -238,24 +237,6 @@ async def test_a_table_shows_early_rows_until_the_final_ones_replace_them(tmp_pa
         assert shown() == {W[0]: (False, [1, 2, 3]), W[1]: (True, [4])}
         assert [name for name in pipeline.private_files() if "part-" in name] == []
         assert early(pipeline) == {}
-
-
-async def live(pipeline: Pipeline, daemon: Daemon) -> bool:
-    done = False
-
-    async def work() -> None:
-        await daemon.consume(pipeline)
-        await pipeline.coordinator.over()
-        await pipeline.runner.idle()
-        await pipeline.clock.sleep(6)
-
-    try:
-        async with asyncio.timeout(800), pipeline.life():
-            await pipeline.clock.drive(work(), step=1)
-            done = True
-    except* Crash:
-        pass
-    return done
 
 
 @pytest.mark.parametrize("every_ms", [None, 2000], ids=["tumbling", "sliding"])
