@@ -105,9 +105,9 @@ def staged(spark: SparkSession, job: PublishJob) -> DataFrame:
     )
 
 
-def check_result(columns: Iterable[str]) -> None:
+def check_result(columns: Iterable[str], added: Iterable[str] = (WINDOW, REVISION)) -> None:
     """Raise ValueError when ``on_window`` returns columns that a table sink adds itself."""
-    taken = sorted({WINDOW, REVISION} & {name.lower() for name in columns})
+    taken = sorted({*added} & {name.lower() for name in columns})
     if taken:
         raise ValueError(
             f"on_window returned the column {' and '.join(taken)}, which the table sink adds itself: name it otherwise"

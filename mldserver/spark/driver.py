@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING
 
 from mldserver.base.service import entitle
 from mldserver.children.channel import WireError, receive_now, send_now
-from mldserver.engine_jobs import Content, FunctionView, WindowJob
+from mldserver.engine_jobs import FINAL, REVISION, WINDOW, Content, FunctionView, WindowJob
 from mldserver.errors import HandlerError, MldserverError
 from mldserver.sinks import find
 from mldserver.sinks.sink import SinkSpec, check_result
@@ -460,7 +460,8 @@ class Driver:
                 if load.owner is not None:
                     sink.own(session.spark, spec, load.owner, new_ledger=load.new_ledger)
         if load.sink is not None:
-            hook = replace(hook, check=check_result, stamped=True)
+            added = (WINDOW, REVISION, FINAL) if hook.has_early else (WINDOW, REVISION)
+            hook = replace(hook, check=partial(check_result, added=added), stamped=True)
         return FunctionParts(load.schema, hook, load.sink, load.side_sinks)
 
     def _send_and_die(self, reason: wire.JvmGone | wire.Health) -> None:

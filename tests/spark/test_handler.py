@@ -8,11 +8,13 @@ from typing import Any, Self, cast
 import pytest
 from pyspark.sql import DataFrame
 
+from mldserver.engine_jobs import FINAL, REVISION, WINDOW
 from mldserver.errors import HandlerInvalid
+from mldserver.sinks.sink import check_result
 from mldserver.spark.window_job import WindowHook, hook_of
 from mldserver.windows import Window
 
-WINDOW = Window("w", None, None)
+A_WINDOW = Window("w", None, None)
 
 
 class Rows(DataFrame):
@@ -24,7 +26,7 @@ class Rows(DataFrame):
 
 def test_without_on_window_the_rows_are_the_result() -> None:
     rows = Rows()
-    assert hook_of(SimpleNamespace()).apply(rows, WINDOW) is rows
+    assert hook_of(SimpleNamespace()).apply(rows, A_WINDOW) is rows
 
 
 def test_a_modules_function_is_called_with_rows_and_window() -> None:
@@ -35,8 +37,8 @@ def test_a_modules_function_is_called_with_rows_and_window() -> None:
         return rows
 
     rows = Rows()
-    assert hook_of(SimpleNamespace(on_window=on_window)).apply(rows, WINDOW) is rows
-    assert seen == [(rows, WINDOW)]
+    assert hook_of(SimpleNamespace(on_window=on_window)).apply(rows, A_WINDOW) is rows
+    assert seen == [(rows, A_WINDOW)]
 
 
 def test_a_function_that_takes_the_result_before_gets_it_and_none_for_the_first_window() -> None:
@@ -48,8 +50,8 @@ def test_a_function_that_takes_the_result_before_gets_it_and_none_for_the_first_
 
     rows, before = Rows(), Rows()
     hook = replace(hook_of(SimpleNamespace(on_window=on_window)), read_view={"v": before}.get)
-    assert hook.apply(rows, WINDOW) is rows
-    hook.apply(rows, WINDOW, cast("Any", "v"))
+    assert hook.apply(rows, A_WINDOW) is rows
+    hook.apply(rows, A_WINDOW, cast("Any", "v"))
     assert seen == [None, before]
 
 
@@ -65,7 +67,7 @@ def test_a_class_is_instantiated_once() -> None:
 
     pipeline = hook_of(Handler)
     for _ in range(3):
-        pipeline.apply(Rows(), WINDOW)
+        pipeline.apply(Rows(), A_WINDOW)
     assert Handler.made == 1
 
 
@@ -75,12 +77,12 @@ def test_an_async_hook_is_run_to_its_end() -> None:
         return rows
 
     rows = Rows()
-    assert hook_of(SimpleNamespace(on_window=on_window)).apply(rows, WINDOW) is rows
+    assert hook_of(SimpleNamespace(on_window=on_window)).apply(rows, A_WINDOW) is rows
 
 
 def test_none_is_an_answer_of_a_handler_that_says_it_writes_for_itself() -> None:
     handler = SimpleNamespace(on_window=lambda _rows, _window: None, writes_for_itself=True)
-    assert hook_of(handler).apply(Rows(), WINDOW) is None
+    assert hook_of(handler).apply(Rows(), A_WINDOW) is None
 
 
 def test_the_columns_of_the_bounds_are_those_that_the_handler_names() -> None:
@@ -97,4 +99,12 @@ def test_the_columns_of_the_bounds_are_those_that_the_handler_names() -> None:
 )
 def test_anything_else_is_the_handlers_error(value: object, said: str) -> None:
     with pytest.raises(HandlerInvalid, match=f"on_window returned {said}, not a Spark DataFrame"):
-        hook_of(SimpleNamespace(on_window=lambda _rows, _window: value)).apply(Rows(), WINDOW)
+        hook_of(SimpleNamespace(on_window=lambda _rows, _window: value)).apply(Rows(), A_WINDOW)
+
+
+def test_columns_that_a_table_adds_itself_are_the_handlers_error() -> None:
+    check_result(["carrier", "_final"])
+    with pytest.raises(ValueError, match="returned the column _window, which the table sink adds"):
+        check_result(["carrier", "_WINDOW"])
+    with pytest.raises(ValueError, match="returned the column _final, which"):
+        check_result(["carrier", "_final"], (WINDOW, REVISION, FINAL))
